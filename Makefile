@@ -1,0 +1,76 @@
+# `make help` lists the targets. Every target sets up what it needs, so that each works on a fresh clone.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BACKEND ?= torch
+NPROC ?= 4
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# One thread for each process: tests and the demo start several, which share the cores of this machine.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# The environment is made again only when its files change. `-qq`: pip says nothing but errors.
+$(READY): requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "hpfunc needs Python 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the packages of requirements/dev.txt (once, takes minutes)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -r requirements/dev.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: setup
+setup: $(READY) ## create the virtual environment, or bring it up to date
+
+.PHONY: demo
+demo: $(READY) ## train a language model on real text over 4 processes
+	HPFUNC_BACKEND=$(BACKEND) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/$(BACKEND)/train_text.py $(DEMO_ARGS)
+
+.PHONY: test
+test: $(READY) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: lint types imports doctest docs ## run every static check, the docstring examples and the docs build
+
+.PHONY: lint
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+.PHONY: types
+types: $(READY)
+	$(BIN)/pyright
+
+.PHONY: imports
+imports: $(READY)
+	$(BIN)/lint-imports
+
+.PHONY: doctest
+doctest: $(READY)
+	$(BIN)/python -m pytest -q hpfunc
+
+.PHONY: docs
+docs: $(READY) ## build the documentation into docs/_build/html; a warning is an error
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+.PHONY: format
+format: $(READY) ## format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: clean
+clean: ## remove everything that is built, the virtual environment too
+	rm -rf $(VENV) build dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+import tomllib
+from pathlib import Path
+
+root = Path(__file__).parent.parent
+metadata = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+project = "hpfunc"
+author = "the hpfunc authors"
+copyright = f"2026, {author}"
+version = release = metadata["version"]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+default_role = "code"  # a docstring writes `x`, as in Markdown
+html_theme = "furo"
+html_title = f"hpfunc {version}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_display_short_literal_types = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # else a dataclass field is described twice
+napoleon_use_rtype = False
+napoleon_custom_sections = ["Communication", "Source"]

@@ -1,0 +1,187 @@
+"""Agreement between ranks: they compare what they are about to do, and learn of each other's failures.
+
+# Note [Agreement]
+A rank that does something else than its peers makes them hang. So before the collectives of a step that is recorded, and of
+every eager one, ranks compare a digest of (where, what) on a control group. A step that follows its plan compares nothing:
+the plan itself was compared. There a rank that leaves its plan, or fails, says so on a board in the store, and
+whoever waits for longer than a moment reads the board, and ends with a message that names rank and collective.
+After a failure the groups may hold half-matched collectives. They are given up, and made anew on next use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from . import backends
+from ._errors import AgreementError, HpfuncError, PeerError, message
+from ._mesh import Mesh
+
+GRACE_S = 2.0
+
+
+class Control:
+    """What one process knows of its agreement with a fixed set of ranks.
+
+    Attributes:
+        step: number of steps begun, and `position` the event within: the place that notes on the board refer to.
+        left: where this rank last left its plan.
+    """
+
+    def __init__(self, framework: str, ranks: tuple[int, ...], rank: int) -> None:
+        self.backend = backends.get(framework)
+        self.ranks, self.rank = ranks, rank
+        self.step = 0
+        self.position = 0
+        self.left: tuple[int, int] | None = None
+        self.generation = 0
+        self.is_broken = False
+        self.timeout_s = 300.0
+
+    # --- comparing --------------------------------------------------------------------------------------------------
+    def agree(self, where: str, facts: Callable[[], str], error: BaseException | None = None) -> None:
+        """Compares `facts` with all ranks.
+
+        Args:
+            where: public function, for the message.
+            facts: what this rank is about to do, a line each.
+            error: what this rank refuses to go on with, if anything; the others then end too.
+
+        Raises:
+            AgreementError: facts differ, or another rank has an error; on all ranks.
+
+        Communication: 16 bytes from each rank; the texts only if they differ.
+        """
+        if len(self.ranks) == 1:
+            return
+        self._recover()
+        text = f"error: {error}" if error is not None else facts()
+        group = self.backend.group(self.ranks, "control", "cpu", self.timeout_s)
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        numbers = self.backend.exchange(group, [int(error is not None), digest], f"agreement in {where}", self.poll)
+        if all(other == numbers[0] for other in numbers) and not numbers[0][0]:
+            return
+        texts = self.backend.exchange_text(group, text)
+        if error is None:
+            raise AgreementError(_difference(where, self.ranks, texts))
+
+    # --- the board --------------------------------------------------------------------------------------------------
+    def _key(self, rank: int) -> str:
+        return f"{self.generation}/{hash(self.ranks)}/{rank}"
+
+    def note(self, kind: str, text: str) -> None:
+        """Writes this rank's place and state on the board."""
+        self.backend.post(self._key(self.rank), f"{kind}|{self.step}|{self.position}|{text}")
+
+    def notes(self) -> dict[int, tuple[str, int, int, str]]:
+        """Returns the notes of the other ranks."""
+        keys = {self._key(rank): rank for rank in self.ranks if rank != self.rank}
+        found = {}
+        for key, value in self.backend.read(list(keys)).items():
+            kind, step, position, text = value.split("|", 3)
+            found[keys[key]] = (kind, int(step), int(position), text)
+        return found
+
+    def leave(self, text: str) -> None:
+        """Notes that this rank leaves its plan here."""
+        self.left = (self.step, self.position)
+        self.note("left", text)
+
+    def fail(self, error: BaseException) -> None:
+        """Notes that this rank's step ended by an exception; the groups are made anew on next use."""
+        if len(self.ranks) > 1 and not self.is_broken:
+            self.is_broken = True
+            self.note("failed", f"{type(error).__name__}: {error}")
+
+    def _recover(self) -> None:
+        if self.is_broken:
+            self.backend.abort()
+            self.generation += 1
+            self.is_broken = False
+
+    def poll(self, label: str, elapsed_s: float) -> None:
+        """Called while this rank waits for `label`: raises if that wait cannot end well.
+
+        Raises:
+            PeerError: another rank failed, or did not come within the timeout.
+            AgreementError: another rank left the plan at a point that this rank has passed on it.
+        """
+        notes = self.notes()
+        for rank, (kind, step, position, text) in notes.items():
+            if kind == "failed":
+                raise PeerError(self._failed(label, rank, text))
+            if kind == "left" and self.left != (step, position) and (step, position) <= (self.step, self.position):
+                rule = "ranks run different programs"
+                leaves = [f"rank {rank}: {text}", f"rank {self.rank}: went on with its plan, and waits for {label!r}"]
+                raise AgreementError(message("hpfunc.sharded", rule, leaves))
+        if elapsed_s > self.timeout_s:
+            self._give_up(label, elapsed_s)
+
+    def _failed(self, label: str, rank: int, text: str) -> str:
+        return message(
+            "hpfunc", f"rank {rank} failed while rank {self.rank} waited for {label!r}", [f"rank {rank}: {text}"]
+        )
+
+    def _give_up(self, label: str, elapsed_s: float) -> None:
+        self.note("waiting", label)
+        time.sleep(GRACE_S)
+        notes = self.notes()
+        for rank, (kind, _, _, text) in notes.items():
+            if kind == "failed":
+                raise PeerError(self._failed(label, rank, text))
+        silent = [rank for rank in self.ranks if rank != self.rank and rank not in notes]
+        leaves = [f"rank {self.rank}: waits for {label!r}"]
+        leaves += [f"rank {rank}: {kind} {text!r}" for rank, (kind, _, _, text) in notes.items()]
+        leaves += [f"rank {rank}: no answer" for rank in silent]
+        lost = elapsed_s == float("inf")
+        rule = "the connection to a rank was lost" if lost else f"no answer within {self.timeout_s:g} s"
+        raise PeerError(message("hpfunc", rule, leaves, hint="look at the log of the silent ranks first"))
+
+
+def _difference(where: str, ranks: tuple[int, ...], texts: list[str]) -> str:
+    failed = [i for i, text in enumerate(texts) if text.startswith("error: ")]
+    if failed:
+        first = failed[0]
+        return message(
+            where, f"rank {ranks[first]} refuses to go on", texts[first].removeprefix("error: ").splitlines()
+        )
+    other = next(i for i, text in enumerate(texts) if text != texts[0])
+    mine, theirs = texts[0].splitlines(), texts[other].splitlines()
+    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    leaves = [
+        f"rank {ranks[rank]}: {lines[place] if place < len(lines) else '(nothing more)'}"
+        for rank, lines in ((0, mine), (other, theirs))
+    ]
+    hint = "every rank must call the same functions, in the same order, with arrays of the same global shapes"
+    return message(where, "ranks disagree; the first difference is", leaves, hint=hint)
+
+
+@cache
+def _control(framework: str, ranks: tuple[int, ...], rank: int) -> Control:
+    return Control(framework, ranks, rank)
+
+
+def control(mesh: Mesh, axes: tuple[str, ...] | None = None) -> Control:
+    """Returns this process's agreement with all ranks of a mesh, or with those along `axes`."""
+    ranks = mesh.ranks if axes is None else mesh.group(axes)
+    found = _control(mesh.framework, ranks, mesh.rank)
+    found.timeout_s = mesh.timeout_s
+    return found
+
+
+@contextmanager
+def agreeing(mesh: Mesh, where: str, facts: Callable[[], str]) -> Iterator[None]:
+    """Lets all ranks check their arguments in the body, then compares `facts`; if one rank refuses, all do.
+
+    Raises:
+        AgreementError: facts differ, or another rank refuses.
+    """
+    try:
+        yield
+    except HpfuncError as error:
+        control(mesh).agree(where, facts, error)
+        raise
+    control(mesh).agree(where, facts)

@@ -1,0 +1,190 @@
+"""`ShardedArray`: one global array, of which this rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import optree
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
+
+from ._errors import DonatedError, LeafError, message
+from ._layout import Layout, Shape
+from ._mesh import Mesh, PartitionSpec
+from ._tree import paths
+
+
+class Tracker(Protocol):
+    """The `value_and_grad` run that differentiates an array."""
+
+    def local(self, array: ShardedArray) -> Any:
+        """Returns the array's own part as a tensor whose uses are differentiated."""
+        ...
+
+
+class _Owner:
+    """Who may still read a local tensor. Handles of one array share it."""
+
+    __slots__ = ("consumed_by", "local")
+
+    def __init__(self, local: Any) -> None:
+        self.local = local
+        self.consumed_by: str | None = None
+
+
+@lru_cache(maxsize=4096)
+def layout_of(shape: Shape, spec: PartitionSpec, mesh: Mesh) -> Layout:
+    """Returns the layout of these three; equal ones are the same object, so that its arithmetic is done once."""
+    return Layout(shape, spec, mesh)
+
+
+class ShardedArray:
+    """One global array, cut over a mesh; this rank holds `local`. Immutable, a pytree node with `local` as its child.
+
+    Get one from `shard` or `init`. Element-wise code runs on it through `optree.tree_map`, which sees the local
+    tensors. Two handles may stand for the same memory; a donated array raises `DonatedError` on every use.
+
+    Attributes:
+        shape: global shape.
+        spec: which axes cut which dim, and over which axes it still is a partial sum.
+        mesh: the mesh that it lies on.
+    """
+
+    __slots__ = ("_donated", "_origin", "_owner", "_tracker", "mesh", "shape", "spec")
+    shape: Shape
+    spec: PartitionSpec
+    mesh: Mesh
+    _owner: _Owner
+    _tracker: Tracker | None
+    _origin: int | None
+    _donated: bool
+
+    def __init__(self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh) -> None:
+        self._set(_Owner(local), tuple(shape), spec, mesh)
+
+    def _set(
+        self,
+        owner: _Owner,
+        shape: Shape,
+        spec: PartitionSpec,
+        mesh: Mesh,
+        *,
+        tracker: Tracker | None = None,
+        origin: int | None = None,
+        donated: bool = False,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "_owner", owner)
+        put(self, "shape", shape)
+        put(self, "spec", spec)
+        put(self, "mesh", mesh)
+        put(self, "_tracker", tracker)
+        put(self, "_origin", origin)
+        put(self, "_donated", donated)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"ShardedArray is immutable; cannot set {name!r}")
+
+    @property
+    def local(self) -> Any:
+        """This rank's part, a tensor of the framework. Inside `value_and_grad` its uses are differentiated."""
+        if self._tracker is not None:
+            return self._tracker.local(self)
+        return self._value
+
+    @property
+    def _value(self) -> Any:
+        """The local tensor, never differentiated."""
+        owner = self._owner
+        if owner.consumed_by is not None:
+            rule = f"the array of shape {self.shape}, spec {self.spec} was donated to {owner.consumed_by}"
+            hint = "use what the step returned, or leave the argument out of donate_argnums"
+            raise DonatedError(message("hpfunc.ShardedArray", rule, hint=hint))
+        return owner.local
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the framework."""
+        return self._value.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """How the array is cut."""
+        return layout_of(self.shape, self.spec, self.mesh)
+
+    @property
+    def is_donated(self) -> bool:
+        """Whether the memory may be updated in place (see `sharded`)."""
+        return self._donated
+
+    def with_local(self, local: Any) -> ShardedArray:
+        """Returns an array with the same shape, spec and mesh, and other values."""
+        return ShardedArray(local, self.shape, self.spec, self.mesh)
+
+    def _handle(
+        self, *, tracker: Tracker | None = None, origin: int | None = None, donated: bool = False
+    ) -> ShardedArray:
+        """Returns another handle to the same memory."""
+        handle = object.__new__(ShardedArray)
+        handle._set(self._owner, self.shape, self.spec, self.mesh, tracker=tracker, origin=origin, donated=donated)
+        return handle
+
+    def _consume(self, by: str) -> Any:
+        """Returns the local tensor and makes every handle to it unusable."""
+        local = self._value
+        self._owner.consumed_by, self._owner.local = by, None
+        return local
+
+    def __repr__(self) -> str:
+        if self._owner.consumed_by is not None:
+            return f"ShardedArray(shape={self.shape}, spec={self.spec}, donated to {self._owner.consumed_by})"
+        return f"ShardedArray(shape={self.shape}, dtype={getattr(self._value, 'dtype', '?')}, spec={self.spec})"
+
+
+def is_sharded(value: Any) -> bool:
+    """Returns whether a value is a `ShardedArray`: the `is_leaf` of trees whose arrays are leaves."""
+    return isinstance(value, ShardedArray)
+
+
+def flatten_array(array: ShardedArray) -> tuple[tuple[Any], tuple[Shape, PartitionSpec, Mesh]]:
+    """Returns the child and the metadata of an array, as pytree registries want them."""
+    return (array.local,), (array.shape, array.spec, array.mesh)
+
+
+def unflatten_array(metadata: tuple[Shape, PartitionSpec, Mesh], children: Any) -> ShardedArray:
+    """Returns the array that `flatten_array` took apart."""
+    (local,) = children
+    return ShardedArray(local, *metadata)
+
+
+optree.register_pytree_node(
+    ShardedArray,
+    lambda array: (*flatten_array(array), ("local",)),
+    unflatten_array,
+    path_entry_type=optree.GetAttrEntry,
+    namespace=GLOBAL_NAMESPACE,
+)
+
+
+def describe(array: Any) -> str:
+    """Returns a leaf for an error text: its shape and spec, or its type."""
+    if isinstance(array, ShardedArray):
+        return f"shape {array.shape}, spec {array.spec}"
+    shape = getattr(array, "shape", None)
+    return f"shape {tuple(shape)}" if shape is not None else f"{type(array).__name__} {array!r}"
+
+
+def check_sharded(
+    function: str, name: str, tree: Any, hint: str, *, allow: Callable[[Any], bool] | None = None
+) -> None:
+    """Raises LeafError naming every leaf of `tree` that is no `ShardedArray` (nor one that `allow` accepts)."""
+    leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
+    if all(is_sharded(leaf) or (allow is not None and allow(leaf)) for leaf in leaves):
+        return
+    bad = [
+        f"{path}: {describe(leaf)}"
+        for path, leaf in zip(paths(tree, name, is_sharded), leaves, strict=True)
+        if not is_sharded(leaf) and not (allow is not None and allow(leaf))
+    ]
+    raise LeafError(message(function, f"{name} has leaves that are no ShardedArray", bad, hint=hint))

@@ -1,0 +1,290 @@
+"""A proof, before anything runs, that a schedule is safe: no race, no deadlock, no leak, and the right gradients.
+
+Three questions, each with its own module: is it well formed (here), does every timing show what its order means
+(`_safety`), and does that order compute what the program asks for (`_meaning`)?
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ._contents import Axes
+from ._errors import ScheduleError, message
+from ._meaning import num_ranks, wrong_meanings
+from ._program import COMPUTES
+from ._safety import unsafe_ops
+from ._schedule import (
+    ALIGN_BYTES,
+    Communicator,
+    Compute,
+    Deliver,
+    Free,
+    Launch,
+    Local,
+    Op,
+    Region,
+    Schedule,
+    Slot,
+    itemsize,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing that is wrong with a schedule: which op, or buffer, or weight, and why."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a schedule costs one rank.
+
+    Attributes:
+        peak_bytes: most bytes in buffers at one time, each rounded up to 512; the caller's shards do not count, delivered
+            gradients do, from their reduce buffer's first write on.
+        peak_at: the op at which that is reached first.
+        max_whole_units: most units that are whole, or being gathered, at one time.
+        launches: number of launches, by collective.
+        sent_bytes: bytes that a rank sends, by collective.
+        local_bytes: bytes that a rank writes in its own memory, by kind of `Local`.
+    """
+
+    peak_bytes: int
+    peak_at: str
+    max_whole_units: int
+    launches: Mapping[str, int]
+    sent_bytes: Mapping[str, int]
+    local_bytes: Mapping[str, int]
+
+
+def check(schedule: Schedule) -> Report:
+    """Proves that a schedule is safe to run, whatever the timing, and says what it costs.
+
+    Args:
+        schedule: any schedule, by whomever it was written.
+
+    Returns:
+        What it costs one rank.
+
+    Raises:
+        ScheduleError: the schedule is not safe; the message lists every violation.
+
+    >>> from hpfunc._plan import plan
+    >>> from hpfunc._policy import Policy
+    >>> from hpfunc._program import Event, Program, Unit, Weight
+    >>> weight = Weight("w", 64, "float32", "float32", "float32", ("shard",), 4, (), 1, divisor=4)
+    >>> kinds = ("forward", "backward")
+    >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))
+    >>> report = check(plan(Program((weight,), (Unit("layer", (0,)),), events), Policy()))
+    >>> report.peak_bytes, report.peak_at, dict(report.sent_bytes)
+    (2048, 'backward layer', {'all_gather': 768, 'reduce_scatter': 768})
+    """
+    if violations := find_violations(schedule):
+        raise ScheduleError(message("hpfunc.check", "the schedule is not safe to run", map(str, violations)))
+    return report(schedule)
+
+
+def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
+    """Returns everything that is wrong with a schedule; nothing if it is safe."""
+    malformed = tuple(Violation(*found) for found in _malformed(schedule))
+    if malformed:
+        return malformed  # the other questions make no sense then
+    return tuple(Violation(*found) for found in [*unsafe_ops(schedule), *wrong_meanings(schedule)])
+
+
+# --------------------------------------------------------------------------------------------------------- well formed
+
+
+def _malformed(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    yield from _bad_names(schedule)
+    yield from _bad_slots(schedule)
+    ranks = num_ranks(schedule.program)
+    yield from _bad_communicators(schedule, ranks)
+    for op in schedule.ops:
+        yield from ((op.name, text) for text in _bad_regions(schedule, op))
+        if isinstance(op, Launch):
+            yield from ((op.name, text) for text in _bad_sizes(schedule, op, ranks.get(op.communicator.axes, 1)))
+        if isinstance(op, Local):
+            yield from ((op.name, text) for text in _bad_local(schedule, op))
+
+
+def _bad_names(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    for name, count in Counter(buffer.name for buffer in schedule.buffers).items():
+        if count > 1:
+            yield name, f"{count} buffers have this name"
+    issued: set[str] = set()
+    for op in schedule.ops:
+        if op.name in issued:
+            yield op.name, "two ops have this name"
+        for name in op.waits:
+            if name not in issued:
+                yield op.name, f"waits for {name!r}, which is not issued before it: it would wait forever"
+        issued.add(op.name)
+
+
+def _bad_slots(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    events = schedule.program.events
+    keys = [(slot.event, slot.when == "after") for slot in schedule.slots]
+    if sorted(set(keys)) != keys or any(not 0 <= event < len(events) for event, _ in keys):
+        yield "slots", "are not in the order of the events, each at most once"
+        return
+    last: dict[int, Op] = {}
+    for slot in schedule.slots:
+        for op in slot.ops:
+            if isinstance(op, (Compute, Deliver)) and op.stream != "compute":
+                yield op.name, f"is on stream {op.stream}, not on compute"
+            if isinstance(op, Compute) and (op is not slot.ops[-1] or not _belongs(schedule, op, slot)):
+                yield op.name, "is not the last op before its event"
+        if slot.ops and slot.when == "before":
+            last[slot.event] = slot.ops[-1]
+    for index, event in enumerate(events):
+        if event.kind in COMPUTES and not isinstance(last.get(index), Compute):
+            yield schedule.program.describe(event), "has no Compute before it"
+
+
+def _belongs(schedule: Schedule, op: Compute, slot: Slot) -> bool:
+    return (op.event, "before") == (slot.event, slot.when) and schedule.program.events[op.event].kind in COMPUTES
+
+
+def _bad_communicators(schedule: Schedule, ranks: Mapping[Axes, int]) -> Iterator[tuple[str, str]]:
+    streams: dict[Communicator, str] = {}
+    for op in schedule.ops:
+        if not isinstance(op, Launch):
+            continue
+        stream = streams.setdefault(op.communicator, op.stream)
+        if stream != op.stream:
+            yield op.name, f"uses {op.communicator} on stream {op.stream}, which is used on stream {stream} before"
+        if op.communicator.axes not in ranks:
+            yield op.name, f"uses {op.communicator}, over whose axes no weight is cut or reduced"
+
+
+def _bad_regions(schedule: Schedule, op: Op) -> Iterator[str]:
+    match op:
+        case Free():
+            regions = [Region(op.buffer, 0, 0)]
+        case Deliver():
+            regions = [op.region]
+        case _:
+            regions = [*op.reads, *op.writes]
+    for region in regions:
+        if not 0 <= region.buffer < len(schedule.buffers):
+            yield f"names buffer {region.buffer}, which does not exist"
+        elif not 0 <= region.start <= region.stop <= schedule.buffers[region.buffer].numel:
+            yield f"reaches beyond its buffer: {schedule.name(region)}"
+    weights = op.weights if isinstance(op, Local) else (op.weight,) if isinstance(op, Deliver) else ()
+    for weight in weights:
+        if not 0 <= weight < len(schedule.program.weights):
+            yield f"names weight {weight}, which does not exist"
+
+
+def _bad_sizes(schedule: Schedule, op: Launch, ranks: int) -> Iterator[str]:
+    if len(op.reads) != len(op.writes) or not op.reads:
+        yield f"sends {len(op.reads)} messages and receives {len(op.writes)}"
+        return
+    for read, write in zip(op.reads, op.writes, strict=True):
+        fits = {
+            "all_gather": write.numel == read.numel * ranks,
+            "reduce_scatter": read.numel == write.numel * ranks,
+            "all_to_all": read.numel == write.numel and read.numel % ranks == 0,
+            "all_reduce": read == write,
+        }
+        if not fits[op.collective]:
+            yield f"{op.collective} over {ranks} ranks from {schedule.name(read)} into {schedule.name(write)} cannot be"
+        elif _dtype(schedule, read) != _dtype(schedule, write):
+            yield f"sends {_dtype(schedule, read)} and receives {_dtype(schedule, write)}"
+
+
+def _bad_local(schedule: Schedule, op: Local) -> Iterator[str]:
+    """Yields what is wrong with the fields of a `Local`; what it reads is checked by meaning."""
+    pairs = list(zip(op.reads, op.writes, strict=False))
+    match op.kind:
+        case "scale":
+            fits = op.reads == op.writes and op.divisor > 0
+        case "copy":
+            fits = len(op.reads) == len(op.writes) and all(read.numel == write.numel for read, write in pairs)
+        case "sum_parts":
+            fits = len(op.reads) == len(op.writes) and op.parts > 0
+            fits = fits and all(read.numel == write.numel * op.parts for read, write in pairs)
+        case "zero":
+            fits = not op.reads
+        case "pack_shards" | "pack_gradients":
+            fits = len(op.reads) == len(op.weights) > 0 and len(op.writes) == 1 and op.divisor > 0
+        case "unpack_wholes":
+            fits = len(op.writes) == len(op.weights) > 0 and len(op.reads) == 1
+        case "accumulate":
+            fits = len(op.reads) == 2 and len(op.writes) == len(op.weights) == 1
+    if not fits or not op.writes:
+        yield f"{op.kind} cannot have {len(op.reads)} reads and {len(op.writes)} writes of these sizes"
+
+
+def _dtype(schedule: Schedule, region: Region) -> str:
+    return schedule.buffers[region.buffer].dtype
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
+
+
+def report(schedule: Schedule) -> Report:
+    """Returns what a safe schedule costs one rank. See `Report`."""
+    live: set[int] = set()
+    live_bytes, peak, whole_units = 0, (0, ""), 0
+    units, ranks = _units_of_buffers(schedule), num_ranks(schedule.program)
+    launches, sent, written = Counter[str](), Counter[str](), Counter[str]()
+    for op in schedule.ops:
+        begun = {region.buffer for region in _writes(op)} - live
+        live |= begun
+        live_bytes += sum(_aligned_bytes(schedule, buffer) for buffer in begun)
+        peak = max(peak, (live_bytes, op.name), key=lambda at: at[0])
+        whole_units = max(whole_units, len({unit for buffer in live for unit in units.get(buffer, ())}))
+        if isinstance(op, Free):
+            live.discard(op.buffer)
+            live_bytes -= _aligned_bytes(schedule, op.buffer)
+        elif isinstance(op, Launch):
+            launches[op.collective] += 1
+            sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
+        elif isinstance(op, Local):
+            written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
+    return Report(*peak, whole_units, dict(launches), dict(sent), dict(written))
+
+
+def _writes(op: Op) -> tuple[Region, ...]:
+    return op.writes if isinstance(op, (Compute, Launch, Local)) else ()
+
+
+def _aligned_bytes(schedule: Schedule, buffer: int) -> int:
+    return -(-schedule.buffers[buffer].size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _size_bytes(schedule: Schedule, region: Region) -> int:
+    return region.numel * itemsize(_dtype(schedule, region))
+
+
+def _sent_bytes(schedule: Schedule, op: Launch, ranks: int) -> int:
+    """Returns what a rank has to send at least: all but its own part, for an all-reduce twice."""
+    size_bytes = sum(_size_bytes(schedule, region) for region in op.reads)
+    if op.collective == "all_gather":
+        return size_bytes * (ranks - 1)
+    return size_bytes * (ranks - 1) * (2 if op.collective == "all_reduce" else 1) // ranks
+
+
+def _units_of_buffers(schedule: Schedule) -> dict[int, set[int]]:
+    """Returns the units for which a buffer holds whole weights, or what is unpacked into them."""
+    units: defaultdict[int, set[int]] = defaultdict(set)
+    for op in schedule.ops:
+        if isinstance(op, Compute):
+            unit = schedule.program.events[op.event].unit
+            for region in op.reads:
+                if unit is not None and schedule.buffers[region.buffer].kind == "whole":
+                    units[region.buffer].add(unit)
+    for op in schedule.ops:
+        if isinstance(op, Local) and op.kind == "unpack_wholes":
+            for region in op.reads:
+                units[region.buffer] |= {unit for write in op.writes for unit in units[write.buffer]}
+    return units

@@ -1,0 +1,196 @@
+"""Collectives over named axes, one at a time and awaited: what eager code and the named-axis functions are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any
+
+from . import backends
+from ._agree import control
+from ._layout import Gather
+from ._mesh import Mesh
+from ._move import block_numel, local_view, pack_gradient, pack_shard, unpack_whole, whole_view
+from .backends._base import Purpose
+
+Tensor = Any
+
+
+class Comm:
+    """Awaited collectives among the ranks of `mesh` along `axes`, in the order of `axes`.
+
+    Sums are in rank order where the backend leaves them to hpfunc (`ordered_sums`), so that their bits do not depend on
+    where in a message an element travels. With one rank nothing is sent, but results are still new tensors.
+    """
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], purpose: Purpose) -> None:
+        self.mesh, self.axes, self.purpose = mesh, axes, purpose
+        self.size = mesh.axis_size(axes)
+        self.index = mesh.axis_index(axes)
+        self.backend = backends.get(mesh.framework)
+        self.label = f"{purpose}@{'*'.join(axes)}"
+
+    @cached_property
+    def is_ordered(self) -> bool:
+        """Whether hpfunc does the sums itself."""
+        return self.backend.ordered_sums(self.mesh.device)
+
+    def group(self) -> Any:
+        """Returns the communicator; made on first use."""
+        return self.backend.group(self.mesh.group(self.axes), self.purpose, self.mesh.device, self.mesh.timeout_s)
+
+    def _run(self, collective: Any, send: Tensor, receive: Tensor) -> None:
+        if self.backend.is_abstract(send) or self.size == 1:
+            return
+        self._await(collective, lambda: self.backend.launch(collective, self.group(), [send], [receive]))
+
+    def _await(self, collective: str, work: Callable[[], Any]) -> None:
+        streams, poll = self.backend.streams(self.mesh.device), control(self.mesh).poll
+        streams.wait(streams.issue(f"{collective} {self.label}", "compute", (), work, poll), poll)
+
+    def _like(self, tensor: Tensor, numel: int) -> Tensor:
+        return self.backend.empty((numel,), self.backend.dtype_name(tensor), self.backend.device_of(tensor))
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return self.backend.contiguous(self.backend.detach(tensor)).reshape(-1)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Returns (ranks, *shape)."""
+        send = self._flat(tensor)
+        receive = self._like(send, self.size * send.shape[0])
+        if self.size == 1:
+            self.backend.copy(receive, send)
+        self._run("all_gather", send, receive)
+        return receive.reshape((self.size, *tensor.shape))
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Returns (ranks, ...): row r is what rank r has in its row for this rank. Shape: (ranks, ...)."""
+        send = self._flat(tensor)
+        receive = self._like(send, send.shape[0])
+        if self.size == 1:
+            self.backend.copy(receive, send)
+        self._run("all_to_all", send, receive)
+        return receive.reshape(tuple(tensor.shape))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over ranks of this rank's row. Shape: (ranks, ...) to (...)."""
+        rest = tuple(tensor.shape[1:])
+        if self.is_ordered or self.size == 1:
+            parts = self.all_to_all(tensor).reshape((self.size, -1))
+            total = self._like(parts, parts.shape[1])
+            self.backend.sum_parts(total, [parts[i] for i in range(self.size)])
+            return total.reshape(rest)
+        send = self._flat(tensor)
+        receive = self._like(send, send.shape[0] // self.size)
+        self._run("reduce_scatter", send, receive)
+        return receive.reshape(rest)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over ranks, same shape."""
+        flat = self._flat(tensor)
+        if self.is_ordered and self.size > 2:
+            part = -(-flat.shape[0] // self.size)
+            padded = self.backend.empty(
+                (part * self.size,), self.backend.dtype_name(flat), self.backend.device_of(flat), zero=True
+            )
+            self.backend.copy(padded[: flat.shape[0]], flat)
+            total = self.all_gather(self.reduce_scatter(padded.reshape((self.size, part)))).reshape(-1)
+            return total[: flat.shape[0]].reshape(tuple(tensor.shape))
+        total = self._like(flat, flat.shape[0])
+        self.backend.copy(total, flat)
+        self._run("all_reduce", total, total)
+        return total.reshape(tuple(tensor.shape))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Returns the tensor of the rank at place `source`."""
+        flat = self._flat(tensor)
+        total = self._like(flat, flat.shape[0])
+        self.backend.copy(total, flat)
+        if not self.backend.is_abstract(total) and self.size > 1:
+            self._await("broadcast", lambda: self.backend.broadcast(self.group(), total, source))
+        return total.reshape(tuple(tensor.shape))
+
+    def permute(self, tensor: Tensor, pairs: tuple[tuple[int, int], ...]) -> Tensor:
+        """Returns the tensor of the rank that sends to this one, else zeros."""
+        send = self._flat(tensor)
+        target = next((t for s, t in pairs if s == self.index), None)
+        source = next((s for s, t in pairs if t == self.index), None)
+        if source is None:
+            dtype, device = self.backend.dtype_name(send), self.backend.device_of(send)
+            receive = self.backend.empty((send.shape[0],), dtype, device, zero=True)
+        else:
+            receive = self._like(send, send.shape[0])
+        if source == self.index and target == self.index:
+            self.backend.copy(receive, send)
+            target = source = None
+        if not self.backend.is_abstract(send) and self.size > 1:
+            self._await("permute", lambda: self.backend.permute(self.group(), send, receive, target, source))
+        return receive.reshape(tuple(tensor.shape))
+
+
+@cache
+def comm(mesh: Mesh, axes: tuple[str, ...], purpose: Purpose) -> Comm:
+    """Returns the collectives of these three."""
+    return Comm(mesh, axes, purpose)
+
+
+def gather_whole(local: Tensor, gather: Gather, purpose: Purpose, dtype: str | None = None) -> Tensor:
+    """Returns the whole that the shards along ``gather.axes`` make, cast to `dtype` before it travels. A new tensor.
+
+    Communication: one all-gather.
+    """
+    mesh = gather.layout.mesh
+    channel = comm(mesh, gather.axes, purpose)
+    backend, device = channel.backend, channel.backend.device_of(local)
+    held = backend.dtype_name(local)
+    block = local
+    if not gather.layout.is_even or dtype not in (None, held) or channel.size == 1:
+        block = backend.empty((block_numel(gather),), dtype or held, device)
+        pack_shard(backend, block, local, gather)
+    if channel.size == 1:
+        return whole_view(block, gather, mesh.coordinate)
+    blocks = channel.all_gather(block).reshape((channel.size, -1))
+    if gather.is_direct:
+        return whole_view(blocks.reshape(-1), gather, mesh.coordinate)
+    padded = backend.empty((gather.padded_numel,), dtype or held, device)
+    unpack_whole(backend, padded, blocks, gather)
+    return whole_view(padded, gather, mesh.coordinate)
+
+
+def reduce_whole(
+    whole: Tensor,
+    gather: Gather,
+    reduce_axes: tuple[str, ...],
+    purposes: tuple[Purpose, Purpose],
+    *,
+    reduce_dtype: str | None = None,
+    divisor: int = 1,
+    dtype: str | None = None,
+) -> Tensor:
+    """Returns this rank's part of the sum of all `whole`, divided by `divisor`. A new tensor. See Note [Scale].
+
+    Communication: a reduce-scatter over ``gather.axes``, an all-reduce over `reduce_axes`.
+    """
+    mesh = gather.layout.mesh
+    scatter = comm(mesh, gather.axes, purposes[0])
+    backend, device = scatter.backend, scatter.backend.device_of(whole)
+    reduce_dtype = reduce_dtype or backend.dtype_name(whole)
+    before = divisor if reduce_dtype == "float16" else 1
+    part = backend.empty((scatter.size, block_numel(gather)), reduce_dtype, device)
+    pack_gradient(backend, part, backend.detach(whole), gather, before)
+    block = scatter.reduce_scatter(part) if scatter.size > 1 else part.reshape(-1)
+    if mesh.axis_size(reduce_axes) > 1:
+        block = comm(mesh, reduce_axes, purposes[1]).all_reduce(block)
+    if divisor != before:
+        backend.divide(block, divisor)
+    if dtype not in (None, reduce_dtype):
+        cast = backend.empty(tuple(block.shape), dtype, device)
+        backend.copy(cast, block)
+        block = cast
+    return local_view(block, gather, mesh.coordinate)
+
+
+# Note [Scale]
+# The mean is a sum and one explicit division, never the library's own average. In float16 a sum over many ranks overflows, so there
+# the division comes before the sum, as gradients are packed; in every other dtype after it, where it costs one pass over 1/n of
+# the elements.

@@ -1,0 +1,329 @@
+"""`Planned`: the driver that follows a `Schedule`, op by op. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ._move import local_view, pack_gradient, pack_shard, unpack_whole, whole_view
+from ._run import Session, Use
+from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ._timeline import Timeline, current_timeline
+
+Tensor = Any
+
+
+class _Prepared:
+    """What the executor looks up in a schedule, computed once.
+
+    Attributes:
+        slots: the indices of the ops before and after each event.
+        waits: for each op, the ops to wait for.
+        waited: the ops that another waits for.
+        compute: the `Compute` of each event.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.ops: list[Op] = list(schedule.ops)
+        number = {op.name: i for i, op in enumerate(self.ops)}
+        self.waits = [[number[name] for name in op.waits] for op in self.ops]
+        self._add_stream_order()
+        self.waited = {other for waits in self.waits for other in waits}
+        self.slots: dict[tuple[int, str], range] = {}
+        self.compute: dict[int, int] = {}
+        start = 0
+        for slot in schedule.slots:
+            self.slots[slot.event, slot.when] = range(start, start + len(slot.ops))
+            start += len(slot.ops)
+        for i, op in enumerate(self.ops):
+            if isinstance(op, Compute):
+                self.compute[op.event] = i
+
+    def _add_stream_order(self) -> None:
+        # A device keeps the order of a stream. gloo does not: what follows a launch on its stream, and touches what it
+        # touches, has to wait for it. On a device these waits cost nothing.
+        launched: dict[int, list[tuple[Region, int]]] = {}
+        for i, op in enumerate(self.ops):
+            for region in _regions(op):
+                before = launched.get(region.buffer, ())
+                self.waits[i] += [j for other, j in before if other.overlaps(region) and j not in self.waits[i]]
+            if isinstance(op, Launch):
+                for region in (*op.reads, *op.writes):
+                    launched.setdefault(region.buffer, []).append((region, i))
+
+
+def _regions(op: Op) -> Sequence[Region]:
+    if isinstance(op, Free):
+        return (Region(op.buffer, 0, 1 << 62),)
+    if isinstance(op, Deliver):
+        return (op.region,)
+    return (*op.reads, *op.writes)
+
+
+@lru_cache(maxsize=256)
+def _prepare(schedule: Schedule) -> _Prepared:
+    return _Prepared(schedule)
+
+
+class Planned:
+    """Follows a schedule for one step.
+
+    Args:
+        session: the step.
+        schedule: for the program that the step is expected to run.
+        arrays: the step's sharded arguments by leaf index (`Weight.origin`).
+        poison: fill freed buffers with NaN, to show a use after free.
+    """
+
+    def __init__(self, session: Session, schedule: Schedule, arrays: dict[int, Any], *, poison: bool = False) -> None:
+        self.session, self.schedule, self.arrays, self.poison = session, schedule, arrays, poison
+        self.backend, self.mesh = session.backend, session.mesh
+        self.streams = self.backend.streams(self.mesh.device)
+        self.coordinate = self.mesh.coordinate
+        self.prepared = _prepare(schedule)
+        self.buffers: list[Tensor | None] = [None] * len(schedule.buffers)
+        self.pending: list[Any] = [None] * len(self.prepared.ops)
+        self.issued = [False] * len(self.prepared.ops)
+        self.timeline: Timeline | None = current_timeline()
+
+    # --- events -----------------------------------------------------------------------------------------------------
+    def before_forward(self, use: Use) -> list[Tensor]:
+        """See `Driver`."""
+        self._begin(use.index)
+        return self._wholes(use, use.index)
+
+    def after_forward(self, use: Use) -> None:
+        """See `Driver`."""
+        self._end(use.index)
+
+    def before_backward(self, use: Use) -> None:
+        """See `Driver`."""
+        self._begin(use.backward_index)
+
+    def wholes(self, use: Use) -> list[Tensor]:
+        """See `Driver`."""
+        return self._wholes(use, use.index if use.backward_index < 0 else use.backward_index)
+
+    def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
+        """See `Driver`."""
+        compute = self.prepared.ops[self.prepared.compute[use.backward_index]]
+        assert isinstance(compute, Compute)
+        wanted = [
+            pair for pair, trains in zip(zip(use.weights, gradients, strict=True), use.trainable, strict=True) if trains
+        ]
+        for region, (weight, gradient) in zip(compute.writes, wanted, strict=True):
+            self.buffers[region.buffer] = self.session.zeros(weight) if gradient is None else gradient
+        self._end(use.backward_index)
+
+    def pin(self, index: int) -> None:
+        """See `Driver`."""
+
+    def end_backward(self, index: int) -> None:
+        """See `Driver`."""
+        self._run(index, "before")
+
+    def end_step(self, index: int) -> None:
+        """See `Driver`."""
+        self._run(index, "before")
+
+    def leave(self) -> None:
+        """Finishes the reductions that have begun, drops everything else, and hands unreduced gradients to the session."""
+        written = self._unfinished_writes()
+        for i, op in enumerate(self.prepared.ops):
+            if self.issued[i] or isinstance(op, Compute) or self._is_gather(op):
+                continue
+            touched = {region.buffer for region in _regions(op)}
+            if (
+                all(self.buffers[b] is not None or b in written["new"] for b in touched)
+                and not touched & written["late"]
+            ):
+                self._issue(i)
+                written["new"] |= {r.buffer for r in getattr(op, "writes", ())}
+            else:
+                written["late"] |= {r.buffer for r in getattr(op, "writes", ())}
+        for i, pending in enumerate(self.pending):
+            if pending is not None:
+                self._wait(i)
+        for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):
+            if buffer.kind == "gradient" and tensor is not None and buffer.weight is not None:
+                self.session.accumulated[buffer.weight] = tensor
+        self.buffers = [None] * len(self.buffers)
+
+    def _unfinished_writes(self) -> dict[str, set[int]]:
+        late = {
+            region.buffer
+            for i, op in enumerate(self.prepared.ops)
+            if isinstance(op, Compute) and not self.issued[i]
+            for region in op.writes
+        }
+        return {"new": set(), "late": late}
+
+    def _is_gather(self, op: Op) -> bool:
+        return op.stream == "gather"
+
+    # --- slots ------------------------------------------------------------------------------------------------------
+    def _begin(self, event: int) -> None:
+        self._run(event, "before")
+        if self.timeline is not None:
+            self.timeline.begin(self.prepared.ops[self.prepared.compute[event]].name)
+
+    def _end(self, event: int) -> None:
+        compute = self.prepared.compute[event]
+        if self.timeline is not None:
+            self.timeline.end(self.prepared.ops[compute].name)
+        if compute in self.prepared.waited:
+            label = self.prepared.ops[compute].name
+            self.pending[compute] = self.streams.issue(label, "compute", (), lambda: None, self.session.control.poll)
+        self._run(event, "after")
+
+    def _run(self, event: int, when: str) -> None:
+        for i in self.prepared.slots.get((event, when), ()):
+            self._issue(i)
+
+    def _issue(self, i: int) -> None:
+        op = self.prepared.ops[i]
+        self.issued[i] = True
+        if isinstance(op, Compute):
+            for other in self.prepared.waits[i]:
+                self._wait(other)
+            return
+        waits = [self.pending[other] for other in self.prepared.waits[i] if self.pending[other] is not None]
+        work = self._work(op)
+        pending = self.streams.issue(op.name, op.stream, waits, work, self.session.control.poll)
+        if isinstance(op, Launch) or i in self.prepared.waited:
+            self.pending[i] = pending
+        if self.timeline is not None and isinstance(op, Launch):
+            self.timeline.launched(op.stream, op.name, pending)
+
+    def _wait(self, i: int) -> None:
+        if self.pending[i] is not None:
+            self.streams.wait(self.pending[i], self.session.control.poll)
+
+    def _work(self, op: Op) -> Callable[[], Any]:
+        if isinstance(op, Launch):
+            return lambda: self._launch(op)
+        if isinstance(op, Local):
+            return lambda: getattr(self, f"_{op.kind}")(op)
+        if isinstance(op, Free):
+            return lambda: self._free(op)
+        assert isinstance(op, Deliver)
+        return lambda: self._deliver(op)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+    def _wholes(self, use: Use, event: int) -> list[Tensor]:
+        compute = self.prepared.ops[self.prepared.compute[event]]
+        assert isinstance(compute, Compute)
+        found = []
+        for region, array in zip(compute.reads, use.arrays, strict=True):
+            if self.schedule.buffers[region.buffer].kind == "shard":
+                found.append(self.backend.detach(array._value))
+            else:
+                found.append(whole_view(self._flat(region), array.layout.over_data, self.coordinate))
+        return found
+
+    def _array(self, weight: int) -> Any:
+        origin = self.schedule.program.weights[weight].origin
+        return self.session.arrays[weight] if origin is None else self.arrays[origin]
+
+    def _shard(self, region: Region) -> Tensor:
+        weight = self.schedule.buffers[region.buffer].weight
+        assert weight is not None
+        return self.backend.detach(self._array(weight)._value)
+
+    def _flat(self, region: Region) -> Tensor:
+        """Returns a region as a flat tensor; its buffer begins to live if this is its first write."""
+        buffer = self.schedule.buffers[region.buffer]
+        if buffer.kind == "shard":
+            return self.backend.contiguous(self._shard(region)).reshape(-1)
+        tensor = self.buffers[region.buffer]
+        if tensor is None:
+            assert buffer.kind != "gradient", buffer
+            tensor = self.backend.empty((buffer.numel,), buffer.dtype, self.mesh.device)
+            self.buffers[region.buffer] = tensor
+        elif buffer.kind == "gradient":
+            return self.backend.contiguous(self.backend.detach(tensor)).reshape(-1)
+        return tensor if region.stop - region.start == buffer.numel else tensor[region.start : region.stop]
+
+    def _free(self, op: Free) -> None:
+        tensor, self.buffers[op.buffer] = self.buffers[op.buffer], None
+        if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":
+            self.backend.fill_nan(tensor)
+
+    def _deliver(self, op: Deliver) -> None:
+        if self.schedule.buffers[op.region.buffer].kind == "gradient":
+            delivered = self.buffers[op.region.buffer]
+        else:
+            delivered = local_view(self._flat(op.region), self._array(op.weight).layout.over_data, self.coordinate)
+        self.session.gradients[op.weight] = delivered
+
+    # --- ops --------------------------------------------------------------------------------------------------------
+    def _launch(self, op: Launch) -> Any:
+        sends = [self._flat(region) for region in op.reads]
+        receives = sends if op.collective == "all_reduce" else [self._flat(region) for region in op.writes]
+        return self.backend.launch(op.collective, self._group(op.communicator), sends, receives)
+
+    def _group(self, communicator: Communicator) -> Any:
+        mesh = self.mesh
+        return self.backend.group(mesh.group(communicator.axes), communicator.purpose, mesh.device, mesh.timeout_s)
+
+    def _pack_shards(self, op: Local) -> None:
+        message, start = self._flat(op.writes[0]), 0
+        for weight, region in zip(op.weights, op.reads, strict=True):
+            stop = start + self.schedule.program.weights[weight].block_numel
+            pack_shard(self.backend, message[start:stop], self._shard(region), self._array(weight).layout.over_data)
+            start = stop
+
+    def _parts(self, op: Local, message: Tensor) -> list[Tensor]:
+        """Returns the columns of each weight in a message of one row for each rank."""
+        records = [self.schedule.program.weights[weight] for weight in op.weights]
+        rows = message.reshape((-1, sum(record.block_numel for record in records)))
+        parts, start = [], 0
+        for record in records:
+            parts.append(rows[:, start : start + record.block_numel])
+            start += record.block_numel
+        return parts
+
+    def _unpack_wholes(self, op: Local) -> None:
+        parts = self._parts(op, self._flat(op.reads[0]))
+        for weight, part, region in zip(op.weights, parts, op.writes, strict=True):
+            unpack_whole(self.backend, self._flat(region), part, self._array(weight).layout.over_data)
+
+    def _pack_gradients(self, op: Local) -> None:
+        parts = self._parts(op, self._flat(op.writes[0]))
+        for weight, part, region in zip(op.weights, parts, op.reads, strict=True):
+            gradient = self.backend.detach(self.buffers[region.buffer])
+            pack_gradient(self.backend, part, gradient, self._array(weight).layout.over_data, op.divisor)
+
+    def _accumulate(self, op: Local) -> None:
+        left, right = (self.buffers[region.buffer] for region in op.reads)
+        self.buffers[op.writes[0].buffer] = self.backend.add(left, right)
+
+    def _zero(self, op: Local) -> None:
+        for region in op.writes:
+            self.backend.fill_zero(self._flat(region))
+
+    def _sum_parts(self, op: Local) -> None:
+        for source, target in zip(op.reads, op.writes, strict=True):
+            rows = self._flat(source).reshape((op.parts, -1))
+            self.backend.sum_parts(self._flat(target), [rows[i] for i in range(op.parts)])
+
+    def _copy(self, op: Local) -> None:
+        for source, target in zip(op.reads, op.writes, strict=True):
+            buffer = self.schedule.buffers[source.buffer]
+            if buffer.kind == "shard":
+                assert buffer.weight is not None
+                pack_shard(
+                    self.backend, self._flat(target), self._shard(source), self._array(buffer.weight).layout.over_data
+                )
+            elif buffer.kind == "gradient":
+                assert buffer.weight is not None
+                gather = self._array(buffer.weight).layout.over_data
+                gradient = self.backend.detach(self.buffers[source.buffer])
+                pack_gradient(self.backend, self._flat(target).reshape((1, -1)), gradient, gather)
+            else:
+                self.backend.copy(self._flat(target), self._flat(source))
+
+    def _scale(self, op: Local) -> None:
+        for region in op.writes:
+            self.backend.divide(self._flat(region), op.divisor)

@@ -1,0 +1,163 @@
+"""`Layout`: the arithmetic of cutting one array over a mesh. A pure value; nothing here holds data.
+
+Every cut dim of size n over c ranks is cut into c blocks of ceil(n / c); the last blocks may be short or empty. A *block* is
+the padded size, equal on all ranks, in which messages travel; a *local* shape is what one rank really holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ._mesh import Mesh, PartitionSpec
+
+Shape = tuple[int, ...]
+Coordinate = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One array of global `shape`, cut by `spec` over `mesh`.
+
+    >>> mesh = Mesh(("shard",), (4,), ("shard",), (0, 1, 2, 3), rank=3)
+    >>> layout = Layout((10, 6), PartitionSpec("shard"), mesh)
+    >>> layout.block_shape, layout.local_shape(mesh.coordinate), layout.is_even, layout.gather(("shard",)).is_direct
+    ((3, 6), (1, 6), False, True)
+    """
+
+    shape: Shape
+    spec: PartitionSpec
+    mesh: Mesh
+
+    @cached_property
+    def block_shape(self) -> Shape:
+        """Shape of one padded block."""
+        return tuple(-(-n // self.mesh.axis_size(self.spec.dim_axes(dim))) for dim, n in enumerate(self.shape))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether no block is padded on any rank."""
+        return all(n % self.mesh.axis_size(self.spec.dim_axes(dim)) == 0 for dim, n in enumerate(self.shape))
+
+    def local_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
+        """Returns where the part of the rank at `coordinate` lies in the global array."""
+        slices = []
+        for dim, (n, block) in enumerate(zip(self.shape, self.block_shape, strict=True)):
+            index = self._index(self.spec.dim_axes(dim), coordinate)
+            slices.append(slice(min(n, index * block), min(n, (index + 1) * block)))
+        return tuple(slices)
+
+    def local_shape(self, coordinate: Coordinate) -> Shape:
+        """Returns the shape of the part of the rank at `coordinate`."""
+        return tuple(part.stop - part.start for part in self.local_slices(coordinate))
+
+    def _index(self, axes: tuple[str, ...], coordinate: Coordinate) -> int:
+        index = 0
+        for axis in axes:
+            index = index * self.mesh.shape[axis] + coordinate[axis]
+        return index
+
+    def gather(self, axes: tuple[str, ...]) -> Gather:
+        """Returns how blocks are put together over `axes`, which must be the minor ones of each dim (see `misplaced`)."""
+        return Gather(self, self.mesh.sort(set(axes) & set(self.spec.axes)))
+
+    def misplaced(self, axes: tuple[str, ...]) -> int | None:
+        """Returns the first dim that one of `axes` cuts outside of an axis that stays: it cannot be gathered alone."""
+        for dim in range(len(self.shape)):
+            inside = [axis in axes for axis in self.spec.dim_axes(dim)]
+            if inside != sorted(inside):
+                return dim
+        return None
+
+    @cached_property
+    def gather_axes(self) -> tuple[str, ...]:
+        """The data axes that cut the array, in mesh order."""
+        return self.mesh.sort(set(self.mesh.data_axes) & set(self.spec.axes))
+
+    @cached_property
+    def reduce_axes(self) -> tuple[str, ...]:
+        """The data axes that do not cut the array, in mesh order."""
+        return self.mesh.sort(set(self.mesh.data_axes) - set(self.spec.axes))
+
+    @property
+    def over_data(self) -> Gather:
+        """How blocks are put together over all data axes."""
+        return self.gather(self.gather_axes)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Blocks of a layout put together over `axes`, in mesh order: what one rank then holds is the *whole* (over `axes`)."""
+
+    layout: Layout
+    axes: tuple[str, ...]
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Ranks along `axes`."""
+        return self.layout.mesh.axis_size(self.axes)
+
+    @cached_property
+    def padded_shape(self) -> Shape:
+        """Shape of all blocks put together, padding included."""
+        layout = self.layout
+        factors = [layout.mesh.axis_size(self._dim_axes(dim)) for dim in range(len(layout.shape))]
+        return tuple(block * factor for block, factor in zip(layout.block_shape, factors, strict=True))
+
+    def whole_shape(self, coordinate: Coordinate) -> Shape:
+        """Returns the shape without padding, for the rank at `coordinate`."""
+        first = {axis: 0 for axis in self.axes}
+        starts = [part.start for part in self.layout.local_slices({**coordinate, **first})]
+        return tuple(
+            max(0, min(n - start, padded))
+            for n, start, padded in zip(self.layout.shape, starts, self.padded_shape, strict=True)
+        )
+
+    def _dim_axes(self, dim: int) -> tuple[str, ...]:
+        return tuple(axis for axis in self.layout.spec.dim_axes(dim) if axis in self.axes)
+
+    @cached_property
+    def split_shape(self) -> Shape:
+        """A message of all blocks in rank order, viewed as (size of each axis, ..., block)."""
+        return tuple(self.layout.mesh.shape[axis] for axis in self.axes) + self.layout.block_shape
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The permutation of `split_shape` after which a reshape gives `padded_shape`."""
+        order: list[int] = []
+        for dim in range(len(self.layout.shape)):
+            order += [self.axes.index(axis) for axis in self._dim_axes(dim)]
+            order.append(len(self.axes) + dim)
+        return tuple(order)
+
+    @cached_property
+    def joined_shape(self) -> Shape:
+        """`split_shape` after `order`."""
+        return tuple(self.split_shape[index] for index in self.order)
+
+    @cached_property
+    def inverse_order(self) -> tuple[int, ...]:
+        """The permutation that undoes `order`."""
+        return tuple(self.order.index(index) for index in range(len(self.order)))
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether the message of all blocks is the whole as it stands, with padding only at its end."""
+        moved = [index for index in self.order if self.split_shape[index] != 1]
+        return moved == sorted(moved) and self._is_padded_at_end()
+
+    def _is_padded_at_end(self) -> bool:
+        outer = 1
+        for dim, padded in enumerate(self.padded_shape):
+            cut = self.layout.mesh.axis_size(self.layout.spec.dim_axes(dim))
+            if self.layout.shape[dim] % cut and outer != 1:
+                return False
+            outer *= padded
+        return True
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all blocks together."""
+        return math.prod(self.padded_shape)

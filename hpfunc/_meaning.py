@@ -1,0 +1,305 @@
+"""What a schedule computes: a symbolic run, in issue order.
+
+Either the right values reach every `Compute` and every `Deliver`, or the schedule is wrong, whatever its planner meant:
+nothing here is shared with the planner.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from ._contents import (
+    OWN,
+    Axes,
+    Collectives,
+    Content,
+    Grad,
+    Nothing,
+    Param,
+    Piece,
+    Unknown,
+    Wrong,
+    Zero,
+    blocks,
+    cast,
+    chain,
+    cut,
+    finished,
+    join,
+    packed,
+    sum_axes,
+)
+from ._program import COMPUTES, Program
+from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
+
+Uses = tuple[tuple[int, int], ...]
+
+
+def num_ranks(program: Program) -> dict[Axes, int]:
+    """Returns how many ranks there are along the axes that the program's weights are cut or reduced over."""
+    cuts = {weight.gather_axes: weight.num_shards for weight in program.weights}
+    return cuts | {weight.reduce_axes: weight.num_replicas for weight in program.weights}
+
+
+def wrong_meanings(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """Yields the name of each op that does not find, or does not leave, what it should, and why."""
+    run = _Run(schedule)
+    for slot in schedule.slots:
+        for op in slot.ops:
+            try:
+                run.step(slot, op)
+            except Wrong as wrong:
+                run.spoil(op)
+                yield op.name, str(wrong)
+    yield from run.missing()
+
+
+class _Run:
+    """The memory of one rank, and the gradients that it has delivered."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._program = schedule.program
+        self._buffers = schedule.buffers
+        self._collectives = Collectives(schedule.program)
+        self._num_ranks = num_ranks(schedule.program)
+        self._memory = [self._initial(index) for index in range(len(schedule.buffers))]
+        self._segments = _segments(schedule.program)
+        self._expected = _expected(schedule.program)
+        self._first_uses = _first_uses(schedule.program)
+        self._delivered: set[tuple[int, int]] = set()
+
+    def step(self, slot: Slot, op: Op) -> None:
+        match op:
+            case Compute():
+                self._compute(op)
+            case Launch():
+                self._launch(slot, op)
+            case Local():
+                self._local(slot, op)
+            case Free():
+                self._memory[op.buffer] = (Piece(Unknown(), self._buffers[op.buffer].numel),)
+            case Deliver():
+                self._deliver(slot, op)
+
+    def spoil(self, op: Op) -> None:
+        for region in op.writes if isinstance(op, (Compute, Launch, Local)) else ():
+            self._write(region, (Piece(Unknown(), region.numel),))
+
+    def missing(self) -> Iterator[tuple[str, str]]:
+        for segment, weight in sorted(set(self._expected) - self._delivered):
+            yield self._program.weights[weight].name, f"its gradient of backward {segment} is never delivered"
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    def _initial(self, index: int) -> Content:
+        buffer = self._buffers[index]
+        if buffer.kind == "shard" and buffer.weight is not None:
+            return join([(Piece(Param(buffer.weight, OWN, (buffer.dtype,)), buffer.numel),)])
+        return (Piece(Nothing(), buffer.numel),)
+
+    def _read(self, region: Region) -> Content:
+        content = cut(self._memory[region.buffer], region.start, region.stop)
+        if any(isinstance(piece.value, Nothing) for piece in content):
+            raise Wrong(f"reads elements of {self._buffers[region.buffer].name} that were never written")
+        return content
+
+    def _write(self, region: Region, content: Content) -> None:
+        buffer = self._buffers[region.buffer]
+        if sum(piece.numel for piece in content) != region.numel:
+            raise Wrong(f"writes {sum(piece.numel for piece in content)} elements into {region.numel} of {buffer.name}")
+        for piece in content:
+            if isinstance(piece.value, (Param, Grad)) and piece.value.dtypes[-1] != buffer.dtype:
+                raise Wrong(f"writes {piece.value.dtypes[-1]} into {buffer.name}, which is {buffer.dtype}")
+        old = self._memory[region.buffer]
+        after = cut(old, region.stop, buffer.numel)
+        self._memory[region.buffer] = join([cut(old, 0, region.start), content, after])
+
+    def _read_all(self, slot: Slot, regions: Sequence[Region]) -> list[Content] | None:
+        """Returns what the regions hold; None if an op that is reported has written it."""
+        for region in regions:
+            buffer = self._buffers[region.buffer]
+            made_here = buffer.kind == "shard" and self._program.weights[buffer.weight or 0].origin is None
+            if made_here and slot.event < self._first_uses.get(buffer.weight or 0, 0):
+                raise Wrong(f"reads {buffer.name} before its unit is called: the step has not made it yet")
+        contents = [self._read(region) for region in regions]
+        known = not any(isinstance(piece.value, Unknown) for content in contents for piece in content)
+        return contents if known else None
+
+    # ------------------------------------------------------------------------------------------------------------- ops
+
+    def _compute(self, op: Compute) -> None:
+        event = self._program.events[op.event]
+        members = self._program.unit_of(event).weights
+        for weight, region in zip(members, op.reads, strict=False):
+            w = self._program.weights[weight]
+            whole = blocks(w, Param(weight, OWN, chain(w.shard_dtype, w.dtype)))
+            found = self._read(region)
+            unknown = any(isinstance(piece.value, Unknown) for piece in found)
+            if found != whole and not unknown:
+                raise Wrong(f"reads from {self._buffers[region.buffer].name} what is not the whole of {w.name}")
+        trainable = [(position, w) for position, w in enumerate(members) if self._program.weights[w].trainable]
+        written = trainable if event.kind == "backward" else []
+        if len(op.reads) != len(members) or len(op.writes) != len(written):
+            raise Wrong(f"needs {len(members)} reads and {len(written)} writes")
+        for (position, weight), region in zip(written, op.writes, strict=True):
+            self._write(region, self._whole_gradient(weight, ((op.event, position),)))
+
+    def _whole_gradient(self, weight: int, uses: Uses) -> Content:
+        w = self._program.weights[weight]
+        return blocks(w, Grad(weight, OWN, (w.dtype,), uses))
+
+    def _launch(self, slot: Slot, op: Launch) -> None:
+        contents = self._read_all(slot, op.reads)
+        if contents is None:
+            self.spoil(op)
+            return
+        axes = op.communicator.axes
+        for region, content in zip(op.writes, contents, strict=True):
+            self._write(region, self._collectives.apply(op.collective, content, axes, self._num_ranks[axes]))
+
+    def _local(self, slot: Slot, op: Local) -> None:
+        contents = self._read_all(slot, op.reads)
+        if contents is None:
+            self.spoil(op)
+            return
+        results = self._results(op, contents)
+        if len(results) != len(op.writes):
+            raise Wrong(f"has {len(results)} results and {len(op.writes)} writes")
+        for region, content in zip(op.writes, results, strict=True):
+            self._write(region, content)
+
+    def _results(self, op: Local, contents: list[Content]) -> list[Content]:
+        match op.kind:
+            case "zero":
+                return [(Piece(Zero(), region.numel),) for region in op.writes]
+            case "copy":
+                return [cast(c, self._dtype(region)) for c, region in zip(contents, op.writes, strict=False)]
+            case "scale":
+                return [tuple(self._scaled(piece, op.divisor) for piece in content) for content in contents]
+            case "sum_parts":
+                return [self._collectives.sum_parts(content, op.parts, self._num_ranks) for content in contents]
+            case "accumulate":
+                return [self._accumulated(op, contents)]
+            case "pack_shards":
+                return [self._packed_shards(op, contents)]
+            case "unpack_wholes":
+                return self._unpacked(op, contents)
+            case "pack_gradients":
+                return [self._packed_gradients(op, contents)]
+
+    def _dtype(self, region: Region) -> str:
+        return self._buffers[region.buffer].dtype
+
+    def _scaled(self, piece: Piece, divisor: int) -> Piece:
+        value = piece.value
+        if isinstance(value, Zero):
+            return piece
+        if not isinstance(value, Grad) or value.rank != OWN:
+            raise Wrong(f"scales what is no block of a gradient: {value}")
+        early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
+        return replace(piece, value=replace(value, divided=value.divided * divisor, early=early))
+
+    def _accumulated(self, op: Local, contents: list[Content]) -> Content:
+        """Returns the sum of what came so far and one more use: another order would have other bits."""
+        weight = op.weights[0] if op.weights else None
+        uses = [content[0].value.uses if content and isinstance(content[0].value, Grad) else () for content in contents]
+        if weight is None or len(uses) != 2 or not (uses[0] or not contents[0]) or len(uses[1]) > 1:
+            raise Wrong("does not add one gradient to those before it")
+        if any(self._whole_gradient(weight, use) != content for use, content in zip(uses, contents, strict=True)):
+            raise Wrong(f"adds what is not the whole gradient of {self._program.weights[weight].name}")
+        return self._whole_gradient(weight, uses[0] + uses[1])
+
+    def _packed_shards(self, op: Local, contents: list[Content]) -> Content:
+        shards = [
+            join([(Piece(Param(weight, OWN, (w.shard_dtype,)), w.block_numel),)])
+            for weight in op.weights
+            if (w := self._program.weights[weight])
+        ]
+        if contents != shards:
+            raise Wrong("does not read the shards of its weights, in order")
+        return cast(join(shards), self._dtype(op.writes[0]))
+
+    def _unpacked(self, op: Local, contents: list[Content]) -> list[Content]:
+        weights = [self._program.weights[weight] for weight in op.weights]
+        values = [
+            Param(weight, OWN, chain(w.shard_dtype, w.dtype)) for weight, w in zip(op.weights, weights, strict=True)
+        ]
+        if contents != [packed(weights, values)]:
+            raise Wrong("does not read the gathered blocks of its weights, in order")
+        return [blocks(w, value) for w, value in zip(weights, values, strict=True)]
+
+    def _packed_gradients(self, op: Local, contents: list[Content]) -> Content:
+        weights = [self._program.weights[weight] for weight in op.weights]
+        values: list[Grad] = []
+        for weight, w, content in zip(op.weights, weights, contents, strict=False):
+            value = content[0].value if content else Grad(weight, OWN, (w.dtype,), ())
+            if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses):
+                raise Wrong(f"does not read the whole gradient of {w.name}")
+            dtypes = chain(*value.dtypes, self._dtype(op.writes[0]))
+            values.append(replace(value, dtypes=dtypes, divided=op.divisor, early=op.divisor > 1))
+        if not weights or len(contents) != len(weights) or len({w.num_shards for w in weights}) > 1:
+            raise Wrong("does not read one gradient for each of its weights")
+        return packed(weights, values)
+
+    def _deliver(self, slot: Slot, op: Deliver) -> None:
+        segment = self._segments[slot.event] + (slot.when == "after" and self._ends(slot.event))
+        weight = self._program.weights[op.weight]
+        if (segment, op.weight) in self._delivered:
+            raise Wrong(f"delivers the gradient of {weight.name} a second time")
+        self._delivered.add((segment, op.weight))
+        uses = self._expected.get((segment, op.weight))
+        if uses is None:
+            raise Wrong(f"delivers a gradient of {weight.name}, which has none here")
+        content = self._read(op.region)
+        if any(isinstance(piece.value, Unknown) for piece in content):
+            return
+        right = finished(self._program, op.weight, uses)
+        if content != right:
+            raise Wrong(f"delivers for {weight.name} what is not its gradient: {_difference(content, right)}")
+
+    def _ends(self, event: int) -> bool:
+        return self._program.events[event].kind == "end_backward"
+
+
+def _difference(content: Content, right: Content) -> str:
+    """Returns in which fields the content differs from what is right."""
+    match content, right:
+        case (Piece(Grad() as found),), (Piece(Grad() as wanted),):
+            names = ("weight", "rank", "dtypes", "uses", "summed", "divided", "early", "source")
+            differ = [name for name in names if getattr(found, name) != getattr(wanted, name)]
+            listed = [f"{name} is {getattr(found, name)}, not {getattr(wanted, name)}" for name in differ]
+            return "; ".join(listed) or "other elements of it"
+    return "several pieces, or no gradient"
+
+
+def _segments(program: Program) -> list[int]:
+    """Returns for each event how many `end_backward` come before it."""
+    result: list[int] = []
+    count = 0
+    for event in program.events:
+        result.append(count)
+        count += event.kind == "end_backward"
+    return result
+
+
+def _expected(program: Program) -> dict[tuple[int, int], Uses]:
+    """Returns the uses that make up the gradient of a weight, by (segment, weight)."""
+    uses: defaultdict[tuple[int, int], Uses] = defaultdict(tuple)
+    for index, (event, segment) in enumerate(zip(program.events, _segments(program), strict=True)):
+        if event.kind == "backward":
+            for position, weight in enumerate(program.unit_of(event).weights):
+                if program.weights[weight].trainable:
+                    uses[(segment, weight)] += ((index, position),)
+    return dict(uses)
+
+
+def _first_uses(program: Program) -> dict[int, int]:
+    """Returns the first event that uses each weight."""
+    first: dict[int, int] = {}
+    for index, event in enumerate(program.events):
+        for weight in program.unit_of(event).weights if event.kind in COMPUTES else ():
+            first.setdefault(weight, index)
+    return first

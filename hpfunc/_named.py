@@ -1,0 +1,334 @@
+"""Collectives over named mesh axes, on plain tensors, with the transposes of JAX's `shard_map`.
+
+A plain tensor is each rank's own value. ``psum <-> pvary``, ``all_gather <-> psum_scatter``; `all_to_all` and `ppermute` are
+their own inverses' transposes. Every function takes `mesh`, by default the one in use (a `sharded` step, `use_mesh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import optree
+
+from . import backends
+from ._agree import control
+from ._comm import Comm, comm
+from ._errors import LeafError, MeshError, UsageError, message
+from ._mesh import AxisNames, Mesh
+from ._run import current_session
+from ._world import current_mesh
+
+Tensor = Any
+mean_axes: ContextVar[frozenset[str]] = ContextVar("hpfunc_mean_axes", default=frozenset())
+
+
+def _channel(function: str, axis_name: AxisNames, mesh: Mesh | None) -> Comm:
+    mesh = current_mesh(function, mesh)
+    return comm(mesh, mesh.check_axes(function, axis_name), "user")
+
+
+def _each(function: str, tree: Any, apply: Callable[[Tensor], Tensor]) -> Any:
+    leaves = optree.tree_leaves(tree)
+    backend = backends.of(function, leaves)
+    bad = [repr(leaf) for leaf in leaves if not backend.is_tensor(leaf)]
+    if bad:
+        hint = "collectives take tensors; inside a step use `hpfunc.unshard` or `.local` for a ShardedArray"
+        raise LeafError(message(function, "a leaf is no tensor", bad, hint=hint))
+    return optree.tree_map(apply, tree)
+
+
+def _refuse_in_mean(function: str, channel: Comm, tensors: Sequence[Tensor]) -> None:
+    axes = [axis for axis in channel.axes if axis in mean_axes.get()]
+    if axes and channel.backend.is_transformed(tensors):
+        rule = f"the differentiated function reduces over the data axis {axes[0]!r}, over which its gradient is a mean already"
+        hint = "return each rank's own loss, and reduce it after value_and_grad; or use Numerics(reduce_op='sum')"
+        raise UsageError(message(function, rule, mesh=channel.mesh, hint=hint))
+
+
+def _pinned(kind: str, channel: Comm, work: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Returns `work`, pinned in the program of the step, or else compared with the ranks that take part."""
+    session = current_session()
+
+    def run(tensor: Tensor) -> Tensor:
+        facts = f"{kind} over {channel.axes}: shape {tuple(tensor.shape)}, {channel.backend.dtype_name(tensor)}"
+        if channel.size > 1 and session is not None:
+            session.pin(facts)
+        elif channel.size > 1 and not channel.backend.is_abstract(tensor):
+            control(channel.mesh, channel.axes).agree(f"hpfunc.{kind}", lambda: facts)
+        return work(tensor)
+
+    return run
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor[...]
+
+
+def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
+    """Returns the sum of `x` over ranks along an axis. Its transpose is `pvary`.
+
+    Args:
+        x: pytree of tensors, of the same shapes on these ranks.
+        axis_name: one axis, or several.
+        mesh: default: the mesh in use.
+
+    Raises:
+        MeshError: no such axis, or no mesh is in use.
+        LeafError: a leaf is no tensor.
+        UsageError: called on a differentiated tensor, over a data axis, inside a mean-reduced `value_and_grad`.
+
+    Communication: one all-reduce per leaf; 2 (n-1)/n of its bytes leave each of n ranks.
+
+    >>> import torch
+    >>> psum(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    channel = _channel("hpfunc.psum", axis_name, mesh)
+    _refuse_in_mean("hpfunc.psum", channel, [leaf for leaf in optree.tree_leaves(x) if channel.backend.is_tensor(leaf)])
+    total = _pinned("psum", channel, channel.all_reduce)
+    return _each("hpfunc.psum", x, lambda t: channel.backend.linear(total, _same, t))
+
+
+def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
+    """Returns `x`, marked as different along an axis from here on: the gradients of these ranks are summed.
+
+    Args and errors: as `psum`, whose transpose it is.
+
+    Communication: none; in backward an all-reduce.
+
+    >>> import torch
+    >>> pvary(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    channel = _channel("hpfunc.pvary", axis_name, mesh)
+    _refuse_in_mean(
+        "hpfunc.pvary", channel, [leaf for leaf in optree.tree_leaves(x) if channel.backend.is_tensor(leaf)]
+    )
+    total = _pinned("psum", channel, channel.all_reduce)
+    return _each("hpfunc.pvary", x, lambda t: channel.backend.linear(_same, total, t))
+
+
+def pmean(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
+    """Returns the mean of `x` over ranks along an axis: `psum` divided by the number of ranks.
+
+    Args, errors and communication: as `psum`.
+
+    >>> import torch
+    >>> pmean(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    channel = _channel("hpfunc.pmean", axis_name, mesh)
+    return optree.tree_map(lambda total: total / channel.size, psum(x, axis_name, mesh=channel.mesh))
+
+
+def pmax(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
+    """Returns the element-wise maximum of `x` over ranks along an axis. It has no derivative.
+
+    Args and errors: as `psum`; UsageError also if `x` is being differentiated.
+
+    Communication: one all-gather per leaf.
+
+    >>> import torch
+    >>> pmax(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    channel = _channel("hpfunc.pmax", axis_name, mesh)
+    largest = _pinned("pmax", channel, lambda t: channel.all_gather(t).amax(0))
+    return _each("hpfunc.pmax", x, lambda t: channel.backend.linear(largest, None, t))
+
+
+def _dim(function: str, tensor: Tensor, dim: int, extra: int = 0) -> int:
+    ndim = len(tensor.shape) + extra
+    if not -ndim <= dim < ndim:
+        raise MeshError(message(function, f"dim {dim} is out of range", [f"shape {tuple(tensor.shape)}"]))
+    return dim % ndim
+
+
+def _move(tensor: Tensor, source: int, target: int) -> Tensor:
+    order = [dim for dim in range(len(tensor.shape)) if dim != source]
+    order.insert(target, source)
+    return tensor.permute(tuple(order))
+
+
+def _gather_maps(channel: Comm, dim: int, tiled: bool) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    def gather(t: Tensor) -> Tensor:
+        out = _move(channel.all_gather(t), 0, dim)  # (..., ranks, rows, ...) at `dim`
+        if not tiled:
+            return out
+        shape = tuple(out.shape)
+        return out.reshape((*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
+
+    def scatter(t: Tensor) -> Tensor:
+        if tiled:
+            shape = tuple(t.shape)
+            t = t.reshape((*shape[:dim], channel.size, shape[dim] // channel.size, *shape[dim + 1 :]))
+        return channel.reduce_scatter(_move(t, dim, 0))
+
+    return _pinned("all_gather", channel, gather), _pinned("psum_scatter", channel, scatter)
+
+
+def all_gather(x: Any, axis_name: AxisNames, *, dim: int = 0, tiled: bool = False, mesh: Mesh | None = None) -> Any:
+    """Returns the tensors of all ranks along an axis. Its transpose is `psum_scatter`.
+
+    Args:
+        x: pytree of tensors, of the same shapes on these ranks.
+        axis_name: one axis, or several, major first.
+        dim: where the new dim of size n stands; with `tiled`, the dim along which they are put together.
+        tiled: join along `dim` instead of stacking.
+        mesh: default: the mesh in use.
+
+    Raises:
+        MeshError: no such axis or dim, or no mesh is in use.
+        LeafError: a leaf is no tensor.
+
+    Communication: one all-gather per leaf; (n-1) times its bytes leave each rank.
+
+    >>> import torch
+    >>> all_gather(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",))).shape
+    torch.Size([1, 2])
+    """
+    channel = _channel("hpfunc.all_gather", axis_name, mesh)
+
+    def apply(t: Tensor) -> Tensor:
+        maps = _gather_maps(channel, _dim("hpfunc.all_gather", t, dim, extra=not tiled), tiled)
+        return channel.backend.linear(*maps, t)
+
+    return _each("hpfunc.all_gather", x, apply)
+
+
+def psum_scatter(
+    x: Any, axis_name: AxisNames, *, scatter_dim: int = 0, tiled: bool = False, mesh: Mesh | None = None
+) -> Any:
+    """Returns this rank's part of the sum over ranks along an axis. Its transpose is `all_gather`.
+
+    Args:
+        x: pytree of tensors, of the same shapes on these ranks.
+        axis_name: one axis, or several, major first.
+        scatter_dim: the dim that is cut into n parts; its size is n, or with `tiled` a multiple of n.
+        tiled: keep the dim, n times smaller, instead of dropping it.
+        mesh: default: the mesh in use.
+
+    Raises:
+        MeshError: no such axis or dim, the dim does not divide, or no mesh is in use.
+        LeafError: a leaf is no tensor.
+
+    Communication: one reduce-scatter per leaf; (n-1)/n of its bytes leave each rank.
+
+    >>> import torch
+    >>> psum_scatter(torch.ones(1, 2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    channel = _channel("hpfunc.psum_scatter", axis_name, mesh)
+
+    def apply(t: Tensor) -> Tensor:
+        place = _dim("hpfunc.psum_scatter", t, scatter_dim)
+        _check_cut("hpfunc.psum_scatter", t, place, channel, tiled)
+        gather, scatter = _gather_maps(channel, place, tiled)
+        return channel.backend.linear(scatter, gather, t)
+
+    return _each("hpfunc.psum_scatter", x, apply)
+
+
+def _check_cut(function: str, t: Tensor, dim: int, channel: Comm, tiled: bool) -> None:
+    n = t.shape[dim]
+    if n % channel.size if tiled else n != channel.size:
+        rule = f"dim {dim} must {'be a multiple of' if tiled else 'have size'} {channel.size}, the ranks along {channel.axes}"
+        raise MeshError(message(function, rule, [f"shape {tuple(t.shape)}"], mesh=channel.mesh))
+
+
+def all_to_all(
+    x: Any, axis_name: AxisNames, split_dim: int, concat_dim: int, *, tiled: bool = False, mesh: Mesh | None = None
+) -> Any:
+    """Cuts `x` along one dim, sends part r to rank r, and puts what arrives together along another dim.
+
+    Args:
+        x: pytree of tensors, of the same shapes on these ranks.
+        axis_name: one axis, or several, major first.
+        split_dim: the dim that is cut into n parts; its size is n, or with `tiled` a multiple of n.
+        concat_dim: where the received parts are stacked; with `tiled` the dim along which they are joined.
+        tiled: keep the number of dims per part.
+        mesh: default: the mesh in use.
+
+    Raises:
+        MeshError: no such axis or dim, the dim does not divide, or no mesh is in use.
+        LeafError: a leaf is no tensor.
+
+    Communication: one all-to-all per leaf, and one in backward; (n-1)/n of its bytes leave each rank.
+
+    >>> import torch
+    >>> all_to_all(torch.ones(1, 2), "shard", 0, 1, mesh=hpfunc.make_mesh((1,), ("shard",))).shape
+    torch.Size([2, 1])
+    """
+    channel = _channel("hpfunc.all_to_all", axis_name, mesh)
+
+    def exchange(split: int, concat: int) -> Callable[[Tensor], Tensor]:
+        def run(t: Tensor) -> Tensor:
+            if tiled:
+                shape = tuple(t.shape)
+                t = t.reshape((*shape[:split], channel.size, shape[split] // channel.size, *shape[split + 1 :]))
+            parts = _move(channel.all_to_all(_move(t, split, 0)), 0, concat)
+            if not tiled:
+                return parts
+            shape = tuple(parts.shape)
+            return parts.reshape((*shape[:concat], shape[concat] * shape[concat + 1], *shape[concat + 2 :]))
+
+        return _pinned("all_to_all", channel, run)
+
+    def apply(t: Tensor) -> Tensor:
+        split, concat = _dim("hpfunc.all_to_all", t, split_dim), _dim("hpfunc.all_to_all", t, concat_dim)
+        _check_cut("hpfunc.all_to_all", t, split, channel, tiled)
+        return channel.backend.linear(exchange(split, concat), exchange(concat, split), t)
+
+    return _each("hpfunc.all_to_all", x, apply)
+
+
+def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Any:
+    """Sends `x` from rank to rank along an axis; ranks that receive nothing get zeros.
+
+    Args:
+        x: pytree of tensors, of the same shapes on these ranks.
+        axis_name: one axis, or several, major first.
+        perm: pairs (source, target) of places along the axis; no source and no target appears twice.
+        mesh: default: the mesh in use.
+
+    Raises:
+        MeshError: no such axis or place, a place appears twice, or no mesh is in use.
+        LeafError: a leaf is no tensor.
+
+    Communication: at most one message out and one in per rank and leaf, the reverse in backward.
+
+    >>> import torch
+    >>> ppermute(torch.ones(2), "shard", [(0, 0)], mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    channel = _channel("hpfunc.ppermute", axis_name, mesh)
+    pairs = tuple((int(source), int(target)) for source, target in perm)
+    for side, places in (("source", [s for s, _ in pairs]), ("target", [t for _, t in pairs])):
+        if len(set(places)) != len(places) or any(not 0 <= place < channel.size for place in places):
+            rule = f"perm {list(pairs)} has a {side} twice, or outside of 0..{channel.size - 1}"
+            raise MeshError(message("hpfunc.ppermute", rule, mesh=channel.mesh))
+    there = _pinned("ppermute", channel, lambda t: channel.permute(t, pairs))
+    back = _pinned("ppermute", channel, lambda t: channel.permute(t, tuple((t_, s) for s, t_ in pairs)))
+    return _each("hpfunc.ppermute", x, lambda t: channel.backend.linear(there, back, t))
+
+
+def axis_index(axis_name: AxisNames, *, mesh: Mesh | None = None) -> int:
+    """Returns this rank's place along an axis, or along several together, major first.
+
+    >>> axis_index("shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    0
+    """
+    mesh = current_mesh("hpfunc.axis_index", mesh)
+    return mesh.axis_index(mesh.check_axes("hpfunc.axis_index", axis_name))
+
+
+def axis_size(axis_name: AxisNames, *, mesh: Mesh | None = None) -> int:
+    """Returns the number of ranks along an axis, or along several together.
+
+    >>> axis_size("shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    1
+    """
+    mesh = current_mesh("hpfunc.axis_size", mesh)
+    return mesh.axis_size(mesh.check_axes("hpfunc.axis_size", axis_name))

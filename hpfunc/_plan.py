@@ -1,0 +1,76 @@
+"""From a `Program` to a `Schedule`: a pure function.
+
+`plan` walks over the events of the program once. Two parts share the work and know nothing of each other: `Gathers` makes weights
+whole before they are used, `Reductions` takes their gradients away afterwards. The waits follow by themselves (`Draft`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._draft import Draft
+from ._gathers import Gathers
+from ._policy import Policy
+from ._program import COMPUTES, Program
+from ._reductions import Reductions
+from ._schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the planner has to know about a backend.
+
+    Attributes:
+        ordered_sums: sums are formed locally, in rank order, from exchanged parts. gloo needs it: its own reduce-scatter
+            sends twice the bytes, and from three ranks on the bits of its sums depend on the place in the buffer.
+    """
+
+    ordered_sums: bool = False
+
+
+def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedule:  # noqa: B008 (an immutable value)
+    """Plans the communication of a step: when weights are gathered and released, how their gradients are reduced.
+
+    The result depends on the arguments only, so ranks that recorded the same program plan the same schedule.
+
+    Args:
+        program: what the step uses, in which order.
+        policy: how far ahead to gather, when to release, what to pack.
+        traits: what the backend cannot do by itself.
+
+    Returns:
+        A schedule that `hpfunc._check.check` accepts.
+
+    >>> from hpfunc._program import Event, Unit, Weight
+    >>> weight = Weight("w", 64, "float32", "float32", "float32", ("shard",), 4, (), 1, divisor=4)
+    >>> kinds = ("forward", "backward")
+    >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))
+    >>> for op in plan(Program((weight,), (Unit("layer", (0,)),), events), Policy(pack_below_bytes=0)).ops:
+    ...     print(f"{op.stream:15}{op.name:23}{', '.join(op.waits)}".rstrip())
+    gather         gather layer
+    compute        forward layer          gather layer
+    compute        backward layer
+    gather         free whole w           backward layer
+    reduce_scatter reduce_scatter layer   backward layer
+    compute        free gradient w        reduce_scatter layer
+    compute        scale layer
+    compute        deliver w
+    """
+    draft = Draft(program, policy)
+    gathers = Gathers(draft)
+    reductions = Reductions(draft, ordered_sums=traits.ordered_sums)
+    for index, event in enumerate(program.events):
+        draft.at(index, "before")
+        if event.kind in COMPUTES:
+            reads = gathers.before(index)
+            writes = reductions.gradients(index) if event.kind == "backward" else []
+            draft.compute(event, index, reads, writes)
+            draft.at(index, "after")
+            gathers.after(index)
+            if event.kind == "backward":
+                reductions.after(index, writes)
+        elif event.kind == "end_backward":
+            reductions.end()
+        elif event.kind == "end_step":
+            gathers.end()
+    return draft.schedule()

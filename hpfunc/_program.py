@@ -1,0 +1,116 @@
+"""The `Program`: what one run of a step uses, in which order. A pure value, equal on all ranks.
+
+A step is *recorded* as a flat list of `Event` over `Unit` and `Weight`. Everything in it is a global fact: sizes are those
+of the padded blocks, never of one rank's short shard, so that all ranks record the same value and the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+EventKind = Literal["forward", "backward", "recompute", "collective", "end_backward", "end_step"]
+COMPUTES = ("forward", "backward", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight as the planner sees it: how large it is, over which axes it is gathered and its gradient reduced.
+
+    A weight's *blocks* are its shards padded to one size; there are `num_shards` of them, of `block_numel` elements each.
+
+    Attributes:
+        name: its path, for people.
+        block_numel: elements of one padded block.
+        dtype: dtype of the whole weight that the unit computes with (`Numerics.param_dtype`).
+        shard_dtype: dtype of the caller's shard, and of the gradient that is delivered.
+        reduce_dtype: dtype in which its gradient is reduced.
+        gather_axes: data axes that cut it, in mesh order; the blocks are gathered, and its gradient
+            reduce-scattered, over these.
+        num_shards: ranks along `gather_axes`.
+        reduce_axes: the other data axes; its gradient is all-reduced over these.
+        num_replicas: ranks along `reduce_axes`.
+        divisor: the reduced gradient is divided by it (1 for a sum).
+        even: no block is padded.
+        direct: the blocks one after another, in rank order, are the whole weight (padding at its end, if any).
+        trainable: a gradient is wanted.
+        origin: index among the leaves of the step's arguments; None if the step made the array, so that it
+            cannot be gathered before the unit is called.
+    """
+
+    name: str
+    block_numel: int
+    dtype: str
+    shard_dtype: str
+    reduce_dtype: str
+    gather_axes: tuple[str, ...]
+    num_shards: int
+    reduce_axes: tuple[str, ...]
+    num_replicas: int
+    divisor: int = 1
+    even: bool = True
+    direct: bool = True
+    trainable: bool = True
+    origin: int | None = 0
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the whole weight, padding included."""
+        return self.num_shards * self.block_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Weights that are gathered, and whose gradients are reduced, together. `weights` index `Program.weights`."""
+
+    name: str
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One point of the program.
+
+    Attributes:
+        kind: ``forward``/``backward``/``recompute`` are a use of a unit; ``collective`` is the caller's own (`psum`, ...),
+            pinned at its place; ``end_backward`` ends one `value_and_grad`; ``end_step`` is the last event.
+        unit: index into `Program.units`, for the first three kinds.
+        use: which call of that unit in this step, from 0; a ``backward`` has the number of its ``forward``.
+        name: what a ``collective`` is, for people and for the fingerprint.
+    """
+
+    kind: EventKind
+    unit: int | None = None
+    use: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The uses of units in one step, in program order."""
+
+    weights: tuple[Weight, ...]
+    units: tuple[Unit, ...]
+    events: tuple[Event, ...]
+
+    def unit_of(self, event: Event) -> Unit:
+        """Returns the unit that a compute event uses."""
+        assert event.unit is not None, event
+        return self.units[event.unit]
+
+    def describe(self, event: Event) -> str:
+        """Returns the event for people: ``forward embed``, ``backward block#1`` for a second use."""
+        if event.unit is None:
+            return f"{event.kind.replace('_', ' ')}{' ' + event.name if event.name else ''}"
+        return f"{event.kind} {self.units[event.unit].name}{f'#{event.use}' if event.use else ''}"
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that is equal on two ranks exactly if they recorded the same program."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        lines = [f"program of {len(self.units)} units, {len(self.weights)} weights, {len(self.events)} events"]
+        lines += [f"  {index:3d} {self.describe(event)}" for index, event in enumerate(self.events)]
+        return "\n".join(lines)

@@ -1,0 +1,393 @@
+"""One step as it happens: a `Session` names its weights, units and events, and a driver moves the data.
+
+The `Eager` driver here does every collective at its place and awaits it: the reference. `_execute.Planned` is the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, Protocol
+
+from . import backends
+from ._agree import Control, control
+from ._array import ShardedArray, describe
+from ._comm import gather_whole, reduce_whole
+from ._errors import SpecError, UsageError, message
+from ._layout import Layout
+from ._mesh import Mesh
+from ._move import block_numel
+from ._numerics import Numerics
+from ._program import Event, Program, Unit, Weight
+
+Tensor = Any
+_session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)
+
+
+def current_session() -> Session | None:
+    """Returns the session of the enclosing `sharded` step, if any."""
+    return _session.get()
+
+
+@contextmanager
+def session_scope(session: Session) -> Iterator[None]:
+    """Makes `session` the one of the enclosing step."""
+    token = _session.set(session)
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+class Driver(Protocol):
+    """Moves the data of a session."""
+
+    def before_forward(self, use: Use) -> list[Tensor]:
+        """Returns the whole weights of a use."""
+        ...
+
+    def after_forward(self, use: Use) -> None:
+        """The use has computed its forward."""
+        ...
+
+    def before_backward(self, use: Use) -> None:
+        """The backward of a use begins."""
+        ...
+
+    def wholes(self, use: Use) -> list[Tensor]:
+        """Returns the whole weights of a use whose backward has begun."""
+        ...
+
+    def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
+        """The backward of a use has ended."""
+        ...
+
+    def pin(self, index: int) -> None:
+        """The caller's own collective follows."""
+        ...
+
+    def end_backward(self, index: int) -> None:
+        """All gradients of a run must be in `Session.gradients` on return."""
+        ...
+
+    def end_step(self, index: int) -> None:
+        """The step is over."""
+        ...
+
+
+@lru_cache(maxsize=65536)
+def weight_record(
+    layout: Layout, shard_dtype: str, numerics: Numerics, trainable: bool, origin: int | None, name: str
+) -> Weight:
+    """Returns the planner's view of one array; equal arguments give the same object."""
+    dtype = numerics.param_dtype or shard_dtype
+    num_data = layout.mesh.axis_size(layout.mesh.data_axes)
+    gather = layout.over_data
+    return Weight(
+        name=name,
+        block_numel=block_numel(gather),
+        dtype=dtype,
+        shard_dtype=shard_dtype,
+        reduce_dtype=numerics.reduce_dtype or dtype,
+        gather_axes=layout.gather_axes,
+        num_shards=gather.num_blocks,
+        reduce_axes=layout.reduce_axes,
+        num_replicas=layout.mesh.axis_size(layout.reduce_axes),
+        divisor=num_data if numerics.reduce_op == "mean" else 1,
+        even=layout.is_even,
+        direct=gather.is_direct,
+        trainable=trainable,
+        origin=origin,
+    )
+
+
+class Use:
+    """One call of a unit: what the backend's VJP nodes and the driver know of it."""
+
+    __slots__ = (
+        "arrays", "backward_index", "index", "names", "needs_backward", "number", "released", "run", "session",
+        "trainable", "unit", "weights",
+    )  # fmt: skip
+
+    def __init__(
+        self, session: Session, run: Any, arrays: Sequence[ShardedArray], unit: int, weights: Sequence[int]
+    ) -> None:
+        self.session, self.run, self.arrays = session, run, arrays
+        self.unit, self.weights = unit, tuple(weights)
+        records = [session.weights[w] for w in weights]
+        self.trainable = tuple(record.trainable for record in records)
+        self.released = tuple(record.num_shards > 1 or record.dtype != record.shard_dtype for record in records)
+        self.names = [record.name for record in records]
+        self.needs_backward = False
+        self.number = self.index = self.backward_index = -1
+
+    def before_forward(self) -> list[Tensor]:
+        """Returns the whole weights."""
+        self.number = self.session.count_use(self.unit)
+        self.index = self.session.emit(Event("forward", self.unit, self.number), self)
+        return self.session.driver.before_forward(self)
+
+    def after_forward(self) -> None:
+        """Releases them, as the driver decides."""
+        if self.needs_backward:
+            self.run.expect(self)
+        self.session.driver.after_forward(self)
+
+    def wholes(self) -> list[Tensor]:
+        """Returns the whole weights again."""
+        return self.session.driver.wholes(self)
+
+    def before_backward(self) -> None:
+        """See `UnitUse`."""
+        self.run.check_alive()
+        self.backward_index = self.session.emit(Event("backward", self.unit, self.number), self)
+        self.session.driver.before_backward(self)
+
+    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """See `UnitUse`."""
+        self.run.check_alive()
+        self.run.settle(self)
+        self.session.driver.after_backward(self, gradients)
+
+
+class Session:
+    """One step on one rank: it numbers weights, units and events as they appear, and follows a plan while it fits.
+
+    Attributes:
+        gradients: reduced gradients by weight index, written by the driver.
+        arrays: the array of each weight.
+        is_planned: whether the step has followed its plan so far.
+    """
+
+    def __init__(self, mesh: Mesh, *, is_abstract: bool = False) -> None:
+        self.mesh = mesh
+        self.backend = backends.get(mesh.framework)
+        self.control: Control = control(mesh)
+        self.is_abstract = is_abstract
+        self.driver: Driver = Eager(self)
+        self.plan: Program | None = None
+        self.names: dict[int, str] = {}
+        self.weights: list[Weight] = []
+        self.arrays: list[ShardedArray] = []
+        self.units: list[Unit] = []
+        self.events: list[Event] = []
+        self.gradients: dict[int, Tensor] = {}
+        self.accumulated: dict[int, Tensor] = {}
+        self._weight_index: dict[tuple[int, int], int] = {}
+        self._unit_index: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._unit_uses: list[int] = []
+        self._name_uses: dict[str, int] = {}
+        self._num_runs = 0
+        self.control.step += 1
+        self.control.position = 0
+
+    @property
+    def program(self) -> Program:
+        """What has been recorded so far."""
+        return Program(tuple(self.weights), tuple(self.units), tuple(self.events))
+
+    # --- naming -----------------------------------------------------------------------------------------------------
+    def use(self, name: str, arrays: Sequence[ShardedArray], run: Any) -> Use:
+        """Returns a use of the unit that `name` and its arrays make, numbering what is new."""
+        weights = tuple(self._weight(array, run) for array in arrays)
+        key = (name, weights)
+        unit = self._unit_index.get(key)
+        if unit is None:
+            unit = self._unit_index[key] = len(self.units)
+            nth = self._name_uses[name] = self._name_uses.get(name, -1) + 1
+            self.units.append(Unit(f"{name}.{nth}", weights))
+            self._unit_uses.append(0)
+        return Use(self, run, arrays, unit, weights)
+
+    def _weight(self, array: ShardedArray, run: Any) -> int:
+        key = (id(array._owner), -1 if run is None else run.number)
+        index = self._weight_index.get(key)
+        if index is None:
+            index = self._weight_index[key] = len(self.weights)
+            trainable = run is not None and array._tracker is run
+            name = self.names.get(array._origin, "") if array._origin is not None else ""
+            numerics = run.numerics if run is not None else Numerics()
+            shard_dtype = self.backend.dtype_name(array._value)
+            if not self.backend.is_floating(shard_dtype):
+                numerics = Numerics(reduce_op=numerics.reduce_op)
+            name = name or f"array {index} {describe(array)}"
+            self.weights.append(weight_record(array.layout, shard_dtype, numerics, trainable, array._origin, name))
+            self.arrays.append(array)
+        return index
+
+    def new_run(self) -> int:
+        """Returns the number of the next differentiation."""
+        self._num_runs += 1
+        return self._num_runs - 1
+
+    def count_use(self, unit: int) -> int:
+        """Returns the number of the next use of a unit."""
+        self._unit_uses[unit] += 1
+        return self._unit_uses[unit] - 1
+
+    # --- events -----------------------------------------------------------------------------------------------------
+    def emit(self, event: Event, use: Use | None = None) -> int:
+        """Writes an event down, leaves the plan if it does not fit, and returns its index."""
+        index = len(self.events)
+        self.events.append(event)
+        self.control.position = index
+        if self.plan is not None and not self._fits(index, event, use):
+            self.leave(index)
+        return index
+
+    def _fits(self, index: int, event: Event, use: Use | None) -> bool:
+        plan = self.plan
+        assert plan is not None
+        if index >= len(plan.events) or plan.events[index] != event:
+            return False
+        if use is None or event.kind != "forward":
+            return True
+        assert event.unit is not None
+        if plan.units[event.unit] != self.units[event.unit]:
+            return False
+        return all(plan.weights[w] is self.weights[w] or plan.weights[w] == self.weights[w] for w in use.weights)
+
+    def follow(self, program: Program, driver: Driver) -> None:
+        """Runs by a plan from here on."""
+        self.plan, self.driver = program, driver
+
+    def abandon(self) -> None:
+        """Drops whatever is in flight: the step has failed."""
+        self.plan, self.driver = None, Eager(self)
+        self.gradients.clear()
+        self.accumulated.clear()
+
+    def leave(self, index: int) -> None:
+        """Goes on without the plan: what was prefetched is awaited and dropped, what was being reduced is finished."""
+        planned = self.plan.events[index] if self.plan is not None and index < len(self.plan.events) else None
+        expected = self.plan.describe(planned) if self.plan is not None and planned is not None else "the end"
+        self.control.leave(f"event {index} is {self.program.describe(self.events[index])!r}, planned was {expected!r}")
+        leave = self.driver.leave  # type: ignore[attr-defined]
+        self.plan = None
+        self.driver = Eager(self)
+        leave()
+
+    def pin(self, name: str) -> None:
+        """Notes a collective of the caller."""
+        self.driver.pin(self.emit(Event("collective", name=name)))
+
+    def agree(self, index: int) -> None:
+        """Compares with all ranks what comes next; see Note [Agreement]."""
+        if not self.is_abstract:
+            self.control.agree("hpfunc.sharded", lambda: self._facts(index))
+
+    def _facts(self, index: int) -> str:
+        event = self.events[index]
+        lines = [f"event {index} is {self.program.describe(event)!r}"]
+        if event.unit is not None:
+            lines += [f"event {index} uses {self.weights[w]}" for w in self.units[event.unit].weights]
+        return "\n".join(lines)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+    def gather(self, weight: int) -> Tensor:
+        """Returns a whole weight, awaited.
+
+        Communication: an all-gather over its `gather_axes`.
+        """
+        record, array = self.weights[weight], self.arrays[weight]
+        local = self.backend.detach(array._value)
+        if record.num_shards == 1 and record.dtype == record.shard_dtype:
+            return local
+        return gather_whole(local, array.layout.over_data, "gather", record.dtype)
+
+    def zeros(self, weight: int) -> Tensor:
+        """Returns a zero gradient of a whole weight, which autograd did not reach."""
+        gather = self.arrays[weight].layout.over_data
+        shape = gather.whole_shape(self.mesh.coordinate)
+        device = self.backend.device_of(self.arrays[weight]._value)
+        return self.backend.empty(shape, self.weights[weight].dtype, device, zero=True)
+
+    def reduce(self, weight: int, gradient: Tensor) -> Tensor:
+        """Returns this rank's part of a whole gradient, reduced over all data axes and awaited.
+
+        Communication: a reduce-scatter over `gather_axes`, an all-reduce over `reduce_axes`.
+        """
+        record = self.weights[weight]
+        return reduce_whole(
+            gradient,
+            self.arrays[weight].layout.over_data,
+            record.reduce_axes,
+            ("reduce_scatter", "all_reduce"),
+            reduce_dtype=record.reduce_dtype,
+            divisor=record.divisor,
+            dtype=record.shard_dtype,
+        )
+
+
+class Eager:
+    """Every collective at its place, awaited: the reference, and the way on for a step that leaves its plan."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._wholes: dict[int, list[Tensor]] = {}
+
+    def _gather(self, use: Use, index: int) -> list[Tensor]:
+        self.session.agree(index)
+        wholes = self._wholes[id(use)] = [self.session.gather(w) for w in use.weights]
+        return wholes
+
+    def before_forward(self, use: Use) -> list[Tensor]:
+        """See `Driver`."""
+        return self._gather(use, use.index)
+
+    def after_forward(self, use: Use) -> None:
+        """See `Driver`."""
+        self._wholes.pop(id(use), None)
+
+    def before_backward(self, use: Use) -> None:
+        """See `Driver`."""
+        self._gather(use, use.backward_index)
+
+    def wholes(self, use: Use) -> list[Tensor]:
+        """See `Driver`."""
+        found = self._wholes.get(id(use))
+        return found if found is not None else [self.session.gather(w) for w in use.weights]
+
+    def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
+        """See `Driver`."""
+        session = self.session
+        self._wholes.pop(id(use), None)
+        for weight, gradient, trainable in zip(use.weights, gradients, use.trainable, strict=True):
+            if not trainable:
+                continue
+            sofar = session.accumulated.pop(weight, None)
+            if sofar is not None:
+                gradient = sofar if gradient is None else session.backend.add(sofar, gradient)
+            if use.run.uses_left[weight]:
+                if gradient is not None:
+                    session.accumulated[weight] = gradient
+            else:
+                session.gradients[weight] = session.reduce(
+                    weight, session.zeros(weight) if gradient is None else gradient
+                )
+
+    def pin(self, index: int) -> None:
+        """See `Driver`."""
+        self.session.agree(index)
+
+    def end_backward(self, index: int) -> None:
+        """See `Driver`."""
+        self.session.agree(index)
+
+    def end_step(self, index: int) -> None:
+        """See `Driver`."""
+        self.session.agree(index)
+
+
+def check_gatherable(function: str, named: Sequence[tuple[str, ShardedArray]]) -> None:
+    """Raises SpecError naming every array that cannot be gathered over the data axes alone."""
+    bad = [f"{name}: {describe(a)}" for name, a in named if a.layout.misplaced(a.layout.gather_axes) is not None]
+    if bad:
+        hint = "in P(('tp', 'shard')) the first axis is the major one; put data axes last"
+        raise SpecError(message(function, "a data axis cuts a dim outside of an axis that stays cut", bad, hint=hint))
+    partial = [f"{name}: {describe(a)}" for name, a in named if a.spec.unreduced]
+    if partial:
+        hint = "finish it with hpfunc.reduce first"
+        raise UsageError(message(function, "an array still is a partial sum", partial, hint=hint))

@@ -1,0 +1,132 @@
+"""Whether every timing of a schedule shows what its order means, and whether every buffer is given back once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
+
+# Note [Happens before]
+# Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op. Each op
+# has a *clock*: how many ops of each stream happen before it or are it. So a happens before b exactly if b's clock for
+# a's stream has reached a's position there. Two ops that touch one element, one of them writing, must be ordered so; then
+# no timing can show another result than the issue order. A `Free` or `Deliver` writes all that it gives away, and a
+# buffer's first write brings it to life: it must happen before every other use.
+
+Problem = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An access of an op to a region."""
+
+    region: Region
+    op: Op
+    writes: bool
+
+
+@dataclass(slots=True)
+class _Life:
+    """What has happened to a buffer so far."""
+
+    uses: list[_Use] = field(default_factory=list)
+    born: Op | None = None
+    freed: Op | None = None
+    delivered: list[_Use] = field(default_factory=list)
+
+
+def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
+    """Yields the name of each op that races with an earlier one, or misuses a buffer, and why."""
+    clocks = _clocks(schedule)
+    lives = [_Life() for _ in schedule.buffers]
+    for op in schedule.ops:
+        for use in _uses(schedule, op):
+            life = lives[use.region.buffer]
+            for text in _misuse(schedule, use, life):
+                yield op.name, text
+            for earlier in _races(use, life, clocks):
+                name = schedule.name(use.region)
+                yield op.name, f"touches {name} and is not ordered after {earlier.name}, which touches it too"
+            _record(use, life)
+    for buffer, life in zip(schedule.buffers, lives, strict=True):
+        if buffer.kind != "shard" and life.born is None:
+            yield buffer.name, "this buffer is never written"
+        elif buffer.kind != "shard" and life.freed is None and not life.delivered:
+            yield buffer.name, "this buffer is neither freed nor delivered"
+
+
+def _clocks(schedule: Schedule) -> dict[str, dict[Stream, int]]:
+    clocks: dict[str, dict[Stream, int]] = {}
+    last: dict[Stream, dict[Stream, int]] = {}
+    for op in schedule.ops:
+        before = [last.get(op.stream, {}), *(clocks[name] for name in op.waits)]
+        streams = {stream for clock in before for stream in clock}
+        clock = {stream: max(other.get(stream, 0) for other in before) for stream in streams}
+        clock[op.stream] = clock.get(op.stream, 0) + 1
+        clocks[op.name] = last[op.stream] = clock
+    return clocks
+
+
+def _happens_before(earlier: Op, later: Op, clocks: dict[str, dict[Stream, int]]) -> bool:
+    return clocks[later.name].get(earlier.stream, 0) >= clocks[earlier.name][earlier.stream]
+
+
+def _uses(schedule: Schedule, op: Op) -> list[_Use]:
+    match op:
+        case Free():
+            return [_Use(Region(op.buffer, 0, schedule.buffers[op.buffer].numel), op, True)]
+        case Deliver():
+            return [_Use(op.region, op, True)]
+        case _:
+            reads = [_Use(region, op, False) for region in op.reads]
+            return reads + [_Use(region, op, True) for region in op.writes]
+
+
+def _misuse(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
+    op, buffer = use.op, schedule.buffers[use.region.buffer]
+    if buffer.kind == "shard":
+        if use.writes:
+            verb = "frees" if isinstance(op, Free) else "delivers" if isinstance(op, Deliver) else "writes"
+            yield f"{verb} {buffer.name}, which belongs to the caller"
+        return
+    if life.freed:
+        yield f"uses {buffer.name} after {life.freed.name}"
+    for given in life.delivered:
+        if isinstance(op, Free) or use.region.overlaps(given.region):
+            yield f"uses {schedule.name(use.region)} after {given.op.name}"
+            break
+    if not life.born and use.writes and isinstance(op, (Free, Deliver)):
+        yield f"gives {buffer.name} away, which nobody has written"
+    elif (isinstance(op, Free) or (use.writes and not life.born)) and op.stream != buffer.stream:
+        verb = "frees" if isinstance(op, Free) else "begins"
+        yield f"{verb} {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
+    if isinstance(op, (Compute, Launch, Local)) and use.writes and not _in_place(op):
+        others = (region for region in op.reads if region.overlaps(use.region))
+        if any(others) or sum(region.overlaps(use.region) for region in op.writes) > 1:
+            yield f"writes {schedule.name(use.region)}, which it also reads, or writes it twice"
+
+
+def _in_place(op: Compute | Launch | Local) -> bool:
+    return (isinstance(op, Launch) and op.collective == "all_reduce") or (isinstance(op, Local) and op.kind == "scale")
+
+
+def _races(use: _Use, life: _Life, clocks: dict[str, dict[Stream, int]]) -> list[Op]:
+    """Returns the earlier ops that conflict with a use and do not happen before it."""
+    found: dict[str, Op] = {}
+    for other in life.uses:
+        conflict = other.op is life.born or isinstance(use.op, Free)
+        conflict |= (use.writes or other.writes) and use.region.overlaps(other.region)
+        if conflict and other.op is not use.op and not _happens_before(other.op, use.op, clocks):
+            found[other.op.name] = other.op
+    return list(found.values())
+
+
+def _record(use: _Use, life: _Life) -> None:
+    life.uses.append(use)
+    if isinstance(use.op, Free):
+        life.freed = life.freed or use.op
+    elif isinstance(use.op, Deliver):
+        life.delivered.append(use)
+    elif use.writes and life.born is None:
+        life.born = use.op

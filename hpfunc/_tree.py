@@ -1,0 +1,64 @@
+"""Trees: the few operations on pytrees that hpfunc needs, all by optree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+
+from ._errors import SpecError, message
+
+IsLeaf = Callable[[Any], bool]
+
+
+def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Returns the leaves of `tree` and its structure.
+
+    >>> flatten({"b": 1, "a": [2, None]})[0]
+    [2, 1]
+    """
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_leaf)
+    return leaves, treedef
+
+
+def paths(tree: Any, name: str, is_leaf: IsLeaf | None = None) -> list[str]:
+    """Returns the path of every leaf as source text.
+
+    >>> paths({"layers": [{"w": 1}]}, "params")
+    ["params['layers'][0]['w']"]
+    """
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
+
+
+def broadcast_prefix(
+    function: str, prefix: Any, tree: Any, *, argument: str, name: str, is_prefix_leaf: IsLeaf, is_leaf: IsLeaf
+) -> list[tuple[Any, bool]]:
+    """Returns, for every leaf of `tree`, the leaf of `prefix` above it, and whether it stood at just this leaf.
+
+    Raises:
+        SpecError: `prefix` is no tree prefix of `tree`.
+    """
+    found: list[tuple[Any, bool]] = []
+
+    def spread(leaf: Any, subtree: Any) -> None:
+        here = is_leaf(subtree) or optree.treespec_is_leaf(optree.tree_structure(subtree, is_leaf=is_leaf))
+        found.extend([(leaf, here)] * len(optree.tree_leaves(subtree, is_leaf=is_leaf)))
+
+    try:
+        optree.tree_map_(spread, prefix, tree, is_leaf=is_prefix_leaf)
+    except (ValueError, TypeError) as error:
+        raise SpecError(
+            message(
+                function,
+                f"{argument} is no tree prefix of {name}",
+                [f"{argument}: {optree.tree_structure(prefix, is_leaf=is_prefix_leaf)}", f"{error}"],
+                hint=f"{argument} may be one P for all leaves, or a tree whose leaves stand at or above those of {name}",
+            )
+        ) from None
+    return found
+
+
+def unflatten(treedef: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
+    """Returns the tree of this structure with these leaves."""
+    return optree.tree_unflatten(treedef, leaves)

@@ -1,0 +1,126 @@
+"""`unit`: a function of whole weights, called with sharded ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+
+from . import backends
+from ._array import ShardedArray, describe, is_sharded
+from ._arrays import unshard_array
+from ._errors import LeafError, UsageError, message
+from ._grad import Run, current_run
+from ._run import Session, check_gatherable, current_session
+from ._tree import flatten, paths, unflatten
+
+Tensor = Any
+_NAME = "hpfunc.unit"
+
+
+def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., Any]:
+    """Returns `fn` as a unit of sharding: its weights are gathered together, used, and dropped.
+
+    ``fn(weights, *args, **kwargs)`` sees whole tensors in the place of the `ShardedArray` leaves of its first argument. Inside
+    `value_and_grad` they are dropped after forward, gathered again for backward, and their gradients reduced; inside a
+    `sharded` step all of that is scheduled ahead.
+
+    Args:
+        fn: its weights must not leave it: not as an output, not by writing into them.
+        name: for schedules and messages; default: the function's own.
+
+    Raises:
+        LeafError: the first argument has plain tensors, or another one has sharded arrays.
+        UsageError: a weight escapes or is written to, or the unit runs under reentrant checkpointing.
+        SpecError: an array cannot be gathered over the data axes alone.
+
+    Communication: an all-gather over the data axes that cut the weights, again in backward; there also their reduction.
+
+    >>> import torch
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> w = hpfunc.shard(torch.eye(2), mesh, hpfunc.P("shard"))
+    >>> hpfunc.unit(lambda w, x: x @ w)(w, torch.ones(1, 2))
+    tensor([[1., 1.]])
+    """
+    label = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
+
+    @functools.wraps(fn)
+    def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = flatten(params, is_sharded)
+        places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
+        arrays = [leaves[i] for i in places]
+        _check(label, params, leaves, arrays, (args, kwargs))
+        if not arrays:
+            return fn(params, *args, **kwargs)
+
+        def body(wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            filled = list(leaves)
+            for i, whole in zip(places, wholes, strict=True):
+                filled[i] = whole
+            return fn(unflatten(treedef, filled), *args, **kwargs)
+
+        return _call(label, body, arrays, args, kwargs)
+
+    return call
+
+
+def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Any) -> None:
+    if len(arrays) != len(leaves):
+        backend = backends.of(_NAME, leaves)
+        if any(backend.is_tensor(leaf) for leaf in leaves):
+            names = paths(params, "params", is_sharded)
+            bad = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if backend.is_tensor(x)]
+            hint = "shard them (hpfunc.shard), or pass them as another argument"
+            raise LeafError(message(_NAME, f"the weights of {label!r} have plain tensors", bad, hint=hint))
+    others = [describe(x) for x in optree.tree_leaves(rest, is_leaf=is_sharded) if is_sharded(x)]
+    if others:
+        hint = "weights belong into the first argument"
+        raise LeafError(message(_NAME, f"{label!r} gets sharded arrays beside its weights", others, hint=hint))
+
+
+def _call(label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> Any:
+    run: Run | None = next((a._tracker for a in arrays if a._tracker is not None), current_run.get())  # type: ignore[misc]
+    backend = backends.get(arrays[0].mesh.framework)
+    if backend.is_transformed(() if run is not None else [a._value for a in arrays]):
+        if run is not None:
+            hint = "let torch.func differentiate the function itself, without value_and_grad"
+            raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
+        return body([unshard_array(_NAME, a) for a in arrays], *args, **kwargs)  # the leaf form
+    if run is None or run.state == "done":
+        return _forward_only(label, body, arrays, args, kwargs)
+    if run.state == "backward":
+        return _recompute(label, body, arrays, run, args, kwargs)
+    if not run.tape.is_grad_enabled():
+        return _forward_only(label, body, arrays, args, kwargs)
+    use = run.session.use(label, arrays, run)
+    outputs = run.tape.use_unit(body, use, *args, **kwargs)
+    use.after_forward()
+    return outputs
+
+
+def _forward_only(label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> Any:
+    check_gatherable(_NAME, [(f"weight {i}", a) for i, a in enumerate(arrays)])
+    owned = current_session()
+    session = owned or Session(arrays[0].mesh)
+    try:
+        use = session.use(label, arrays, None)
+        wholes = use.before_forward()
+        outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
+        use.after_forward()
+    except BaseException as error:
+        if owned is None:
+            session.control.fail(error)
+        raise
+    return outputs
+
+
+def _recompute(
+    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], run: Run, args: Any, kwargs: Any
+) -> Any:
+    # Activation checkpointing calls the unit again. If its own backward has begun its weights are there, else they are gathered
+    # for this call alone, at this place on every rank.
+    run.tape.refuse_reentrant()
+    use = run.session.use(label, arrays, run)
+    return run.tape.recompute_unit(body, run.open_uses.get(use.unit, use), *args, **kwargs)

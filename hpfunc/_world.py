@@ -1,0 +1,115 @@
+"""From processes to a `Mesh`, and which mesh named-axis collectives mean."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from . import backends
+from ._errors import HpfuncWarning, MeshError, message
+from ._mesh import AxisNames, Mesh, as_axes, default_data_axes
+
+_current: ContextVar[Mesh | None] = ContextVar("hpfunc_mesh", default=None)
+
+
+def make_mesh(
+    shape: Sequence[int] | int,
+    axis_names: AxisNames,
+    data_axes: AxisNames | None = None,
+    *,
+    device: str | None = None,
+    timeout_s: float = 300.0,
+) -> Mesh:
+    """Arranges all processes in a grid.
+
+    Joins the process group that exists, else starts one from the environment that torchrun sets, else is a
+    world of one.
+
+    Args:
+        shape: ranks along each axis; one entry may be -1 and takes what is left.
+        axis_names: a name for each axis, major first.
+        data_axes: axes over which ranks hold different data. Default: the only axis of a 1-D mesh, else those named
+            ``"replicate"`` and ``"shard"``.
+        device: device of this process; default: its accelerator if there is one, else ``"cpu"``.
+        timeout_s: after this many seconds a rank that waits for another gives up.
+
+    Raises:
+        MeshError: the shape does not match the number of processes, or a name is wrong.
+
+    Communication: none (processes meet when they are started).
+
+    >>> make_mesh((1, 1), ("replicate", "shard"))
+    Mesh(replicate=1, shard=1)
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    names = as_axes(axis_names)
+    backend = backends.default()
+    world = backend.join(timeout_s, device)
+    if sizes.count(-1) == 1:
+        known = -math.prod(sizes)
+        if known and world.size % known == 0:
+            sizes = tuple(world.size // known if size == -1 else size for size in sizes)
+    if math.prod(sizes) != world.size or min(sizes, default=0) < 1:
+        rule = f"a mesh of shape {sizes} does not match the {world.size} processes that were started"
+        hint = (
+            f"start {math.prod(sizes)} processes (torchrun --nproc-per-node ...)" if min(sizes, default=0) > 0 else None
+        )
+        raise MeshError(message("hpfunc.make_mesh", rule, hint=hint))
+    mesh = Mesh(
+        names,
+        sizes,
+        default_data_axes(names) if data_axes is None else as_axes(data_axes),
+        tuple(range(world.size)),
+        rank=world.rank,
+        device=world.device,
+        framework=backend.name,
+        timeout_s=timeout_s,
+    )
+    _warn_about_machines(mesh)
+    return mesh
+
+
+def _warn_about_machines(mesh: Mesh) -> None:
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
+    if (
+        not {"replicate", "shard"} <= set(mesh.axis_names)
+        or min(mesh.axis_size("replicate"), mesh.axis_size("shard")) < 2
+    ):
+        return
+    machines = {axis: len({rank // per_machine for rank in mesh.group(axis)}) for axis in ("replicate", "shard")}
+    if machines["shard"] > 1 and machines["replicate"] == 1:
+        rule = "the 'shard' axis spans machines while the 'replicate' axis does not"
+        hint = "make 'shard' the last axis, so that gathers stay inside a machine"
+        warnings.warn(message("hpfunc.make_mesh", rule, mesh=mesh, hint=hint), HpfuncWarning, stacklevel=3)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Makes `mesh` the one whose axes `psum` and its kin mean, for the body of a ``with`` statement.
+
+    >>> with use_mesh(make_mesh((1,), ("shard",))) as mesh:
+    ...     current_mesh("example").axis_names
+    ('shard',)
+    """
+    token = _current.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _current.reset(token)
+
+
+def current_mesh(function: str, mesh: Mesh | None = None) -> Mesh:
+    """Returns `mesh`, else the one that is in use.
+
+    Raises:
+        MeshError: none is.
+    """
+    found = mesh if mesh is not None else _current.get()
+    if found is None:
+        hint = "call it inside a hpfunc.sharded step or `with hpfunc.use_mesh(mesh)`, or give `mesh=`"
+        raise MeshError(message(function, "no mesh is in use", hint=hint))
+    return found

@@ -1,0 +1,53 @@
+"""Frameworks: one module each, loaded when an array of theirs, or `HPFUNC_BACKEND`, asks for it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, cast
+
+from .._errors import LeafError, MeshError, message
+from ._base import Backend as Backend
+from ._base import Counters as Counters
+
+_MODULES = {"torch": "_torch"}
+
+
+@cache
+def get(name: str) -> Backend:
+    """Returns the backend of this name.
+
+    Raises:
+        MeshError: there is none, or its framework is not installed.
+    """
+    if name not in _MODULES:
+        raise MeshError(message("hpfunc.backends", f"no backend {name!r}", hint=f"one of {', '.join(_MODULES)}"))
+    try:
+        module = importlib.import_module(f".{_MODULES[name]}", __package__)
+    except ImportError as error:
+        hint = f"pip install 'hpfunc[{name}]'"
+        raise MeshError(message("hpfunc.backends", f"cannot load {name!r}: {error}", hint=hint)) from error
+    return cast(Backend, module.BACKEND)
+
+
+def default() -> Backend:
+    """Returns the backend that `HPFUNC_BACKEND` names, else the first known framework that is already imported, else torch."""
+    named = os.environ.get("HPFUNC_BACKEND")
+    return get(named or next((name for name in _MODULES if name in sys.modules), "torch"))
+
+
+def of(function: str, leaves: Iterable[Any]) -> Backend:
+    """Returns the backend of the tensors among `leaves`.
+
+    Raises:
+        LeafError: they belong to two frameworks.
+    """
+    loaded = [get(name) for name in _MODULES if name in sys.modules]
+    leaves = list(leaves)
+    found = [backend for backend in loaded if any(backend.is_tensor(leaf) for leaf in leaves)]
+    if len(found) > 1:
+        raise LeafError(message(function, f"tensors of {' and '.join(b.name for b in found)} in one tree"))
+    return found[0] if found else default()

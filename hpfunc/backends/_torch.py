@@ -1,0 +1,372 @@
+"""torch: processes, tensors and collectives, on CPU (gloo), CUDA (NCCL) and whatever other accelerator torch knows.
+
+The device path (`_DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the machines that
+test this project; what those can check of it is that it launches the same ops in the same order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from .._errors import MeshError, message
+from . import _torch_autograd as autograd
+from . import _torch_init as init
+from ._base import Collective, Counters, Pending, Purpose, World
+
+# The two have new names from 2.13 on, and warn under the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+POLL_S = 0.5
+Poll = Callable[[str, float], None]
+
+
+class _HostPending:
+    """Collectives of gloo in flight, or nothing left to wait for."""
+
+    __slots__ = ("label", "works")
+
+    def __init__(self, label: str, works: Sequence[dist.Work] = ()) -> None:
+        self.label = label
+        self.works = list(works)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once all works are complete, from a thread of gloo."""
+        left = [len(self.works)]
+
+        def done(_: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                callback()
+
+        for work in self.works:
+            work.get_future().add_done_callback(done)
+
+
+class _HostStreams:
+    """CPU: local work runs on the host at once; collectives run in gloo's threads until somebody waits for them."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+
+    def issue(
+        self, label: str, stream: str, waits: Iterable[Pending], work: Callable[[], Any], poll: Poll
+    ) -> _HostPending:
+        for pending in waits:
+            self.wait(pending, poll)
+        if not _profiling():
+            return _HostPending(label, work() or ())
+        with record_function(f"hpfunc::{label}"):
+            return _HostPending(label, work() or ())
+
+    def wait(self, pending: Pending, poll: Poll) -> None:
+        assert isinstance(pending, _HostPending)
+        if not pending.works:
+            return
+        start = time.perf_counter()
+        for work in pending.works:
+            self._wait_work(work, pending.label, start, poll)
+        pending.works.clear()
+        self.counters.wait_s += time.perf_counter() - start
+
+    def _wait_work(self, work: dist.Work, label: str, start: float, poll: Poll) -> None:
+        # A gloo work may be waited for in slices: between two we look whether a peer has failed.
+        while True:
+            try:
+                work.wait(timedelta(seconds=POLL_S))
+                return
+            except RuntimeError as error:
+                elapsed = time.perf_counter() - start
+                if work.is_completed() and work.exception() is not None:
+                    poll(f"{label}: {error}", float("inf"))
+                    raise
+                poll(label, elapsed)
+
+
+class _DevicePending:
+    """A point on a stream of a device."""
+
+    __slots__ = ("event", "label")
+
+    def __init__(self, label: str, event: Any) -> None:
+        self.label = label
+        self.event = event
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once the device has come to this point; the host waits for it, so this serves pictures only."""
+        self.event.synchronize()
+        callback()
+
+
+class _DeviceStreams:
+    """An accelerator: every op is enqueued on a stream, waits are edges between streams, the host never blocks.
+
+    Memory needs no `record_stream`: a buffer is allocated under its own stream, and freed behind waits of that stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = getattr(torch, device.type)
+        self.streams: dict[str, Any] = {}
+
+    def _stream(self, name: str) -> Any:
+        if name == "compute":
+            return self.module.current_stream(self.device)
+        if name not in self.streams:
+            self.streams[name] = self.module.Stream(self.device)
+        return self.streams[name]
+
+    def issue(
+        self, label: str, stream: str, waits: Iterable[Pending], work: Callable[[], Any], poll: Poll
+    ) -> _DevicePending:
+        target = self._stream(stream)
+        with self.module.stream(target), record_function(f"hpfunc::{label}"):
+            for pending in waits:
+                assert isinstance(pending, _DevicePending)
+                target.wait_event(pending.event)
+            for collective in work() or ():
+                collective.wait()  # an edge from the communicator's own stream; the host goes on
+            event = self.module.Event()
+            event.record(target)
+        return _DevicePending(label, event)
+
+    def wait(self, pending: Pending, poll: Poll) -> None:
+        assert isinstance(pending, _DevicePending)
+        self._stream("compute").wait_event(pending.event)
+
+
+def _profiling() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+class TorchBackend:
+    """See `Backend`."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._groups: dict[tuple[object, ...], Any] = {}
+        self._streams: dict[str, _HostStreams | _DeviceStreams] = {}
+
+    # --- processes -------------------------------------------------------------------------------------------------
+    def join(self, timeout_s: float, device: str | None = None) -> World:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device is None:
+            device = "cpu" if accelerator is None else f"{accelerator.type}:{local_rank}"
+        if device != "cpu":
+            torch.accelerator.set_device_index(torch.device(device).index or 0)
+        if dist.is_initialized():
+            return World(dist.get_rank(), dist.get_world_size(), device)
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return World(0, 1, device)
+        dist.init_process_group(None if accelerator is not None else "gloo", timeout=timedelta(seconds=timeout_s))
+        atexit.register(_leave)
+        return World(dist.get_rank(), dist.get_world_size(), device)
+
+    def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
+        on_host = device == "cpu" or purpose == "control"
+        key = (ranks, purpose, on_host)
+        if key not in self._groups:
+            if not dist.is_initialized():
+                raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
+            self._groups[key] = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend="gloo" if on_host else None,
+                use_local_synchronization=True,
+                group_desc=f"hpfunc {purpose}",
+                sort_ranks=False,
+            )
+        return self._groups[key]
+
+    def abort(self) -> None:
+        # The groups stay registered, so that the new ones get new names: their rendezvous must not meet the old keys.
+        groups, self._groups = list(self._groups.values()), {}
+        for group in groups:
+            group.abort()
+
+    def post(self, key: str, text: str) -> None:
+        if dist.is_initialized():
+            _store().set(key, text)
+
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        if not dist.is_initialized():
+            return {}
+        store = _store()
+        return {key: store.get(key).decode() for key in keys if store.check([key])}
+
+    def exchange(self, group: Any, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
+        send = torch.tensor(numbers, dtype=torch.int64)
+        receive = torch.empty(group.size() * len(numbers), dtype=torch.int64)
+        work = _all_gather(receive, send, group=group, async_op=True)
+        self.streams("cpu").wait(_HostPending(label, [work]), poll)
+        return receive.view(group.size(), -1).tolist()
+
+    def exchange_text(self, group: Any, text: str) -> list[str]:
+        texts: list[Any] = [None] * group.size()
+        dist.all_gather_object(texts, text, group=group)
+        return texts
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+    def is_abstract(self, value: Any) -> bool:
+        return init.is_abstract(value)
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def device_of(self, tensor: torch.Tensor) -> str:
+        return str(tensor.device)
+
+    def dtype_name(self, tensor: torch.Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def item_bytes(self, dtype: str) -> int:
+        return getattr(torch, dtype).itemsize
+
+    def is_floating(self, dtype: str) -> bool:
+        return getattr(torch, dtype).is_floating_point
+
+    def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> torch.Tensor:
+        return (torch.zeros if zero else torch.empty)(tuple(shape), dtype=getattr(torch, dtype), device=device)
+
+    def detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        self.counters.bytes_copied += tensor.nbytes
+        return tensor.contiguous()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
+        with torch.no_grad():
+            target.copy_(source if divisor == 1 else source / divisor)
+        self.counters.bytes_copied += target.nbytes
+
+    def fill_zero(self, target: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.zero_()
+
+    def fill_nan(self, target: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.fill_(float("nan"))
+
+    def sum_parts(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            if len(parts) == 1:
+                target.copy_(parts[0])
+            else:
+                torch.add(parts[0], parts[1], out=target)
+                for part in parts[2:]:
+                    target.add_(part)
+        self.counters.bytes_copied += target.nbytes
+
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.detach() + right.detach()
+
+    def divide(self, tensor: torch.Tensor, divisor: int) -> None:
+        with torch.no_grad():
+            tensor.div_(divisor)
+
+    # --- communication ---------------------------------------------------------------------------------------------
+    def ordered_sums(self, device: str) -> bool:
+        return device == "cpu"
+
+    def streams(self, device: str) -> _HostStreams | _DeviceStreams:
+        if device not in self._streams:
+            on_host = device in ("cpu", "meta")
+            self._streams[device] = _HostStreams(self.counters) if on_host else _DeviceStreams(torch.device(device))
+        return self._streams[device]
+
+    def launch(
+        self, collective: Collective, group: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
+        pairs = [(s.view(-1), r.view(-1)) for s, r in zip(sends, receives, strict=True) if s.numel()]
+        size = group.size()
+        for send, _ in pairs:
+            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}
+            self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
+        if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
+            with dist._coalescing_manager(group=group, async_ops=True) as grouped:
+                for send, receive in pairs:
+                    _start(collective, group, send, receive, async_op=False)
+            return [grouped]
+        return [_start(collective, group, send, receive, async_op=True) for send, receive in pairs]
+
+    def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[dist.Work]:
+        self.counters.count("broadcast", tensor.nbytes)
+        return [dist.broadcast(tensor, group=group, group_src=source, async_op=True)]
+
+    def permute(
+        self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None
+    ) -> list[dist.Work]:
+        ranks = dist.get_process_group_ranks(group)
+        ops = []
+        if target is not None:
+            ops.append(dist.P2POp(dist.isend, send, ranks[target], group))
+            self.counters.count("permute", send.nbytes)
+        if source is not None:
+            ops.append(dist.P2POp(dist.irecv, receive, ranks[source], group))
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    # --- differentiation -------------------------------------------------------------------------------------------
+    def tape(self, device: str) -> autograd.TorchTape:
+        return autograd.TorchTape(device)
+
+    def linear(
+        self,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        transpose: Callable[[torch.Tensor], torch.Tensor] | None,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
+        return autograd.linear(forward, transpose, x)
+
+    def is_transformed(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return autograd.is_transformed(tensors)
+
+    def use_plain(self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return autograd.use_plain(fn, wholes, *args, **kwargs)
+
+    @contextmanager
+    def abstract(self) -> Any:
+        with init.abstract() as convert:
+            yield convert
+
+    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], init.Keep]) -> Any:
+        return init.deferred(init_fn, prepare)
+
+
+def _start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
+    if collective == "all_gather":
+        return _all_gather(receive, send, group=group, async_op=async_op)
+    if collective == "reduce_scatter":
+        return _reduce_scatter(receive, send, group=group, async_op=async_op)
+    if collective == "all_to_all":
+        return dist.all_to_all_single(receive, send, group=group, async_op=async_op)
+    assert send.data_ptr() == receive.data_ptr(), f"{collective} is in place"
+    return dist.all_reduce(send, group=group, async_op=async_op)
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("hpfunc", dist.distributed_c10d._get_default_store())
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+BACKEND = TorchBackend()
+__all__ = ["BACKEND", "AbstractContextManager", "TorchBackend"]

@@ -1,0 +1,227 @@
+"""All of torch's autograd that hpfunc relies on: VJP nodes, saved-tensor hooks, gates, and the leaf form.
+
+# Note [Anchor and tokens]
+Shards are no differentiable leaves: autograd would add up, cast and read gradients before their collectives are done. The one
+leaf is a dummy *anchor*. The whole weights of a unit use are outputs of a node whose backward hands the gradients to the
+run and returns nothing. The unit's outputs pass a *gate* whose backward runs first of all in the unit. Both nodes
+also exchange a *token*, and every gate's token is a root of the backward: so the engine visits both nodes of every use, in
+reverse call order, on every rank, whether or not the use reached the loss. Nodes run by sequence number, highest first:
+the weights' node is older than all of the unit's operations and younger than everything before the unit, so that
+it runs just between them, also where a unit has no trainable weight.
+
+# Note [Released weights]
+What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by its place in the
+unit; the unpack hook asks the run for the whole weights of the moment. Hooks do not nest in torch, so whatever is not a
+weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._errors import LeafError, UsageError, message
+from ._base import UnitUse
+
+Tensor = torch.Tensor
+
+
+class _Wholes(torch.autograd.Function):
+    """The whole weights of one use, and a token. See Note [Anchor and tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, use: UnitUse, wholes: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.use = use
+        outputs = tuple(whole.detach() for whole in wholes)
+        frozen = [out for out, trainable in zip(outputs, use.trainable, strict=True) if not trainable]
+        ctx.mark_non_differentiable(*frozen)
+        return (*outputs, anchor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.use.after_backward(gradients[:-1])
+        return None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    """The outputs of one use, and a token. See Note [Anchor and tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, use: UnitUse, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.use = use
+        return (*(out.detach() for out in outputs), token.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ctx.use.before_backward()
+        return None, None, *gradients[:-1]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map and its transpose, closed under differentiation of any kind and order."""
+
+    @staticmethod
+    def forward(x: Tensor, forward: Any, transpose: Any) -> Tensor:
+        return forward(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.forward_map, ctx.transpose_map = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
+        return linear(ctx.transpose_map, ctx.forward_map, gradient), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return linear(ctx.forward_map, ctx.transpose_map, tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, forward: Any, transpose: Any) -> tuple[Tensor, int]:
+        # Maps address dims from the front and leave further ones alone, so the mapped dim goes to the end.
+        assert in_dims[0] is not None
+        out = linear(forward, transpose, x.movedim(in_dims[0], -1))
+        return out, out.dim() - 1
+
+
+def linear(forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
+    """Returns ``forward(x)`` with this transpose; None is a map that may not be differentiated."""
+    if transpose is None:
+        if is_transformed([x]) and torch.is_grad_enabled():
+            raise UsageError(message("hpfunc", "this collective has no derivative", hint="call it on x.detach()"))
+        return forward(x)
+    return _Linear.apply(x, forward, transpose)  # type: ignore[no-any-return]
+
+
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether torch.func is active, or one of the tensors takes part in a differentiation."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(tensor.requires_grad or forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_reentrant_recompute() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def _check_contract(wholes: Sequence[Tensor], versions: list[int], outputs: Any, names: Sequence[str]) -> None:
+    written = [name for name, whole, v in zip(names, wholes, versions, strict=True) if whole._version != v]
+    if written:
+        hint = "whole weights are read-only; write `w = w + ...`, or keep state out of the weights"
+        raise UsageError(message("hpfunc.unit", "the unit writes in place into gathered weights", written, hint=hint))
+    owners = {_storage(whole): name for name, whole in zip(names, wholes, strict=True)}
+    tensors = [leaf for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    escaped = [owners[_storage(t)] for t in tensors if _storage(t) in owners]
+    if escaped:
+        hint = "return a copy (`w.clone()`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
+        raise UsageError(
+            message("hpfunc.unit", "a gathered weight escapes from the unit as an output", escaped, hint=hint)
+        )
+
+
+def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``fn(wholes, ...)`` without hooks, and refuses writes into the weights and escapes."""
+    wholes = [whole.detach() for whole in wholes]
+    versions = [whole._version for whole in wholes]
+    outputs = fn(wholes, *args, **kwargs)
+    _check_contract(wholes, versions, outputs, names)
+    return outputs
+
+
+class TorchTape:
+    """One differentiation: its anchor, its tokens and its leaves."""
+
+    def __init__(self, device: str) -> None:
+        self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        self._tokens: list[Tensor] = []
+        self.leaves: list[Tensor] = []
+
+    def leaf(self, local: Tensor) -> Tensor:
+        alias = local.detach().requires_grad_()
+        self.leaves.append(alias)
+        return alias
+
+    @staticmethod
+    def is_grad_enabled() -> bool:
+        return torch.is_grad_enabled()
+
+    @staticmethod
+    def refuse_reentrant() -> None:
+        if _is_reentrant_recompute():
+            hint = "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
+
+    def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
+        wholes = use.before_forward()
+        inputs = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
+        if not use.needs_backward:
+            return use_plain(fn, wholes, use.names, *args, **kwargs)
+        versions = [whole._version for whole in wholes]
+        *weights, token = _Wholes.apply(use, wholes, self._anchor)  # type: ignore[misc]
+        with saved_tensors_hooks(*_release_hooks(use, wholes)):
+            outputs = fn(weights, *args, **kwargs)
+        _check_contract(wholes, versions, outputs, use.names)
+        leaves, treedef = optree.tree_flatten(outputs)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        *gated, token = _Gate.apply(use, token, *(leaves[i] for i in places))  # type: ignore[misc]
+        self._tokens.append(token)
+        for i, out in zip(places, gated, strict=True):
+            leaves[i] = out
+        return optree.tree_unflatten(treedef, leaves)
+
+    def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``fn(whole weights, ...)`` again, for checkpointing: what it saves must be what the first call saved."""
+        wholes = use.wholes()
+        weights = [w.detach().requires_grad_(trains) for w, trains in zip(wholes, use.trainable, strict=True)]
+        with saved_tensors_hooks(*_release_hooks(use, wholes)):
+            return fn(weights, *args, **kwargs)
+
+    def backward(self, loss: Tensor) -> list[Tensor | None]:
+        """Runs the backward; returns the gradients of the leaves, None where there is no path."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            found = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
+        roots = [loss] if loss.requires_grad else []
+        seeds = [torch.ones_like(loss)] if loss.requires_grad else []
+        roots += self._tokens
+        seeds += [torch.zeros_like(token) for token in self._tokens]
+        if not roots:
+            return [None] * len(self.leaves)
+        gradients = torch.autograd.grad(roots, [self._anchor, *self.leaves], seeds, allow_unused=True)
+        return list(gradients[1:])
+
+
+def _release_hooks(use: UnitUse, wholes: Sequence[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """See Note [Released weights]."""
+    place = {_storage(whole): i for i, whole in enumerate(wholes) if use.released[i]}
+    enclosing = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(tensor: Tensor) -> Any:
+        index = place.get(_storage(tensor))
+        if index is not None:
+            return index, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return (enclosing[0](tensor),) if enclosing else tensor
+
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, tuple):
+            return saved
+        if len(saved) == 1:
+            return enclosing[1](saved[0])
+        index, shape, stride, offset = saved
+        return use.wholes()[index].as_strided(shape, stride, offset)
+
+    return pack, unpack

@@ -1,0 +1,119 @@
+"""The Markdown pages of the project, and the Python code in them.
+
+The ``python`` blocks of a page are one program. Two comments, which readers do not see, direct its run::
+
+    <!-- ranks: 4 -->     anywhere: the page runs on 4 processes, started by torchrun; without it, on one
+    <!-- prints -->       before a ``text`` block: it is exactly what the Python block above it prints
+
+``python -m tests.docs.pages PAGE`` runs a page as one rank; with ``--update`` it writes what the blocks print into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+PRINTS = "<!-- prints -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """A Python block of a page.
+
+    Attributes:
+        code: its text.
+        line: number of the line above it, so that a traceback names lines of the page.
+        printed: what it should print, and where in the page that stands; None if the page does not say.
+    """
+
+    code: str
+    line: int
+    printed: tuple[str, slice] | None = None
+
+
+def paths() -> list[Path]:
+    """Returns every page of the project."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(page for page in pages if "_build" not in page.parts)
+
+
+def num_ranks(page: str) -> int:
+    """Returns how many processes the page runs on.
+
+    >>> num_ranks("# HSDP\\n<!-- ranks: 4 -->\\n"), num_ranks("# FSDP")
+    (4, 1)
+    """
+    found = re.search(r"^<!-- ranks: (\d+) -->$", page, re.MULTILINE)
+    return int(found[1]) if found else 1
+
+
+def code_blocks(page: str) -> list[CodeBlock]:
+    """Returns the Python blocks of a page, in order.
+
+    >>> page = "```python\\nprint(1)\\n```\\n\\n<!-- prints -->\\n```text\\n1\\n```\\n"
+    >>> code_blocks(page)
+    [CodeBlock(code='print(1)\\n', line=1, printed=('1\\n', slice(52, 54, None)))]
+    """
+    return list(_code_blocks(page))
+
+
+def _code_blocks(page: str) -> Iterator[CodeBlock]:
+    blocks = list(BLOCK.finditer(page))
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        if block["language"] != "python":
+            continue
+        printed = None
+        if following and following["language"] == "text" and page[: following.start()].endswith(PRINTS):
+            printed = following["text"], slice(*following.span("text"))
+        yield CodeBlock(block["text"], page.count("\n", 0, block.start("text")), printed)
+
+
+def run(page: str, name: str) -> str:
+    """Runs the Python blocks of a page in one namespace, and returns the page with what they really print.
+
+    >>> run("```python\\nprint(1 + 1)\\n```\\n<!-- prints -->\\n```text\\n3\\n```\\n", "sum.md")[-10:]
+    't\\n2\\n```\\n'
+    """
+    namespace: dict[str, object] = {"__name__": "__main__", "__file__": name}
+    parts, done = [], 0
+    for block in code_blocks(page):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile("\n" * block.line + block.code, name, "exec"), namespace)
+        if block.printed is not None:
+            _, place = block.printed
+            parts += [page[done : place.start], output.getvalue()]
+            done = place.stop
+    return "".join([*parts, page[done:]])
+
+
+def main() -> None:
+    """Runs one page, on this rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--update", action="store_true", help="write what the blocks print into the page")
+    arguments = parser.parse_args()
+    page = arguments.page.read_text()
+    real = run(page, str(arguments.page))
+    if int(os.environ.get("RANK", "0")) != 0 or real == page:
+        return
+    if not arguments.update:
+        differences = [
+            f"{arguments.page}:{told.line}: the page says\n{told.printed[0]}but the block prints\n{shown.printed[0]}"
+            for told, shown in zip(code_blocks(page), code_blocks(real), strict=True)
+            if told.printed and shown.printed and told.printed[0] != shown.printed[0]
+        ]
+        raise SystemExit("\n".join(differences))
+    arguments.page.write_text(real)
+
+
+if __name__ == "__main__":
+    main()

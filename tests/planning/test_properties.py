@@ -1,0 +1,24 @@
+"""What holds for every program, policy and backend."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpfunc._check import check
+from hpfunc._interpret import World, interpret, reference
+from hpfunc._plan import plan
+
+from tests.planning.programs import Case, cases
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(0, 1000))
+def test_every_plan_is_safe_and_right_whatever_the_timing(case: Case, timing: int) -> None:
+    schedule = plan(case.program, case.policy, case.traits)
+    report = check(schedule)
+    if case.policy.release == "forward":
+        assert report.max_whole_units <= case.policy.prefetch + 1
+    world = World(case.program, case.mesh_sizes, seed=timing)
+    for found, wanted in zip(interpret(schedule, world, timing), reference(world), strict=True):
+        assert found.agrees(wanted), str(schedule)
