@@ -1,9 +1,10 @@
 """hpfunc: functional sharded data parallelism with triple communication hiding.
 
-A training step is a pure function over pytrees of sharded arrays. `sharded` records it once, plans its communication, checks the plan,
-and then runs by it. See `README.md`, and ``docs/`` for a tour.
+A training step is a pure function over pytrees of sharded arrays. `sharded` records it once, plans its communication,
+checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 """
 
+from . import optim as optim
 from ._array import ShardedArray as ShardedArray
 from ._arrays import init as init
 from ._arrays import reduce as reduce
@@ -52,3 +53,4 @@ from ._timeline import record_timeline as record_timeline
 from ._unit import unit as unit
 from ._world import make_mesh as make_mesh
 from ._world import use_mesh as use_mesh
+from .optim import apply_updates as apply_updates

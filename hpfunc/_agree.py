@@ -1,11 +1,12 @@
 """Agreement between ranks: they compare what they are about to do, and learn of each other's failures.
 
 # Note [Agreement]
-A rank that does something else than its peers makes them hang. So before the collectives of a step that is recorded, and of
-every eager one, ranks compare a digest of (where, what) on a control group. A step that follows its plan compares nothing:
-the plan itself was compared. There a rank that leaves its plan, or fails, says so on a board in the store, and
-whoever waits for longer than a moment reads the board, and ends with a message that names rank and collective.
-After a failure the groups may hold half-matched collectives. They are given up, and made anew on next use.
+A rank that does something else than its peers makes them hang. So before the collectives of a step that is recorded,
+and of every eager one, ranks compare a digest of (where, what) on a control group. A step that follows its plan
+compares
+nothing: the plan itself was compared. There a rank that leaves its plan, or fails, says so on a board in the store, and
+whoever waits for longer than a moment reads the board, and ends with a message that names rank and collective. After a
+failure the groups may hold half-matched collectives. They are given up, and made anew on next use.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from . import backends
-from ._errors import AgreementError, HpfuncError, PeerError, message
+from ._errors import AgreementError, PeerError, message
 from ._mesh import Mesh
 
 GRACE_S = 2.0
@@ -84,6 +85,11 @@ class Control:
             kind, step, position, text = value.split("|", 3)
             found[keys[key]] = (kind, int(step), int(position), text)
         return found
+
+    def begin_step(self) -> None:
+        """Counts a step."""
+        self.step += 1
+        self.position = 0
 
     def leave(self, text: str) -> None:
         """Notes that this rank leaves its plan here."""
@@ -181,7 +187,7 @@ def agreeing(mesh: Mesh, where: str, facts: Callable[[], str]) -> Iterator[None]
     """
     try:
         yield
-    except HpfuncError as error:
+    except Exception as error:
         control(mesh).agree(where, facts, error)
         raise
     control(mesh).agree(where, facts)

@@ -46,29 +46,23 @@ class ShardedArray:
     tensors. Two handles may stand for the same memory; a donated array raises `DonatedError` on every use.
 
     Attributes:
-        shape: global shape.
-        spec: which axes cut which dim, and over which axes it still is a partial sum.
-        mesh: the mesh that it lies on.
+        layout: how it is cut.
     """
 
-    __slots__ = ("_donated", "_origin", "_owner", "_tracker", "mesh", "shape", "spec")
-    shape: Shape
-    spec: PartitionSpec
-    mesh: Mesh
+    __slots__ = ("_donated", "_origin", "_owner", "_tracker", "layout")
+    layout: Layout
     _owner: _Owner
     _tracker: Tracker | None
     _origin: int | None
     _donated: bool
 
     def __init__(self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh) -> None:
-        self._set(_Owner(local), tuple(shape), spec, mesh)
+        self._set(_Owner(local), layout_of(tuple(shape), spec, mesh))
 
     def _set(
         self,
         owner: _Owner,
-        shape: Shape,
-        spec: PartitionSpec,
-        mesh: Mesh,
+        layout: Layout,
         *,
         tracker: Tracker | None = None,
         origin: int | None = None,
@@ -76,9 +70,7 @@ class ShardedArray:
     ) -> None:
         put = object.__setattr__
         put(self, "_owner", owner)
-        put(self, "shape", shape)
-        put(self, "spec", spec)
-        put(self, "mesh", mesh)
+        put(self, "layout", layout)
         put(self, "_tracker", tracker)
         put(self, "_origin", origin)
         put(self, "_donated", donated)
@@ -109,9 +101,19 @@ class ShardedArray:
         return self._value.dtype
 
     @property
-    def layout(self) -> Layout:
-        """How the array is cut."""
-        return layout_of(self.shape, self.spec, self.mesh)
+    def shape(self) -> Shape:
+        """Global shape."""
+        return self.layout.shape
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Which axes cut which dim, and over which axes the array still is a partial sum."""
+        return self.layout.spec
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it lies on."""
+        return self.layout.mesh
 
     @property
     def is_donated(self) -> bool:
@@ -120,14 +122,16 @@ class ShardedArray:
 
     def with_local(self, local: Any) -> ShardedArray:
         """Returns an array with the same shape, spec and mesh, and other values."""
-        return ShardedArray(local, self.shape, self.spec, self.mesh)
+        array = object.__new__(ShardedArray)
+        array._set(_Owner(local), self.layout)
+        return array
 
     def _handle(
         self, *, tracker: Tracker | None = None, origin: int | None = None, donated: bool = False
     ) -> ShardedArray:
         """Returns another handle to the same memory."""
         handle = object.__new__(ShardedArray)
-        handle._set(self._owner, self.shape, self.spec, self.mesh, tracker=tracker, origin=origin, donated=donated)
+        handle._set(self._owner, self.layout, tracker=tracker, origin=origin, donated=donated)
         return handle
 
     def _consume(self, by: str) -> Any:

@@ -38,10 +38,10 @@ def leaf_specs(
     kept: list[PartitionSpec | None] = []
     faults: dict[str, list[str]] = {}
     hint = None
-    for (spec, exact), leaf, path in zip(found, leaves, names, strict=True):
+    for (given, exact), leaf, path in zip(found, leaves, names, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
-        if isinstance(spec, PartitionSpec) and not exact and not shape:
-            spec = PartitionSpec(unreduced=spec.unreduced)
+        spreads = isinstance(given, PartitionSpec) and not exact and not shape
+        spec = PartitionSpec(unreduced=given.unreduced) if spreads else given
         kept.append(spec)
         fault, hint_here = (None, None) if spec is None else _spec_fault(spec, shape, mesh, allow_unreduced)
         if fault is not None:
@@ -116,7 +116,8 @@ def shard(
         LeafError: a leaf is no tensor of the mesh's framework, or replicas differ.
         AgreementError: ranks disagree on the tree, shapes, dtypes or specs.
 
-    Communication: a digest; with `broadcast_from` one broadcast of each tensor; with `check_replicas` a digest per leaf.
+    Communication: a digest; with `broadcast_from` one broadcast of each tensor; with `check_replicas` a digest per
+        leaf.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -167,9 +168,9 @@ def _check_replicas(function: str, arrays: Sequence[ShardedArray], names: Sequen
 def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     """Builds a sharded tree without the whole model on any rank.
 
-    `init_fn` first runs without data. What it does is then replayed operator by operator; each tensor is cut as soon as it is
-    final, so that about one of them is whole at a time. Values, and the numbers drawn from the random generator, are those of
-    ``shard(init_fn(), mesh, specs)``.
+    `init_fn` first runs without data. What it does is then replayed operator by operator; each tensor is cut as soon as
+    it is final, so that about one of them is whole at a time. Values, and the numbers drawn from the random generator,
+    are those of ``shard(init_fn(), mesh, specs)``.
 
     Args:
         init_fn: takes nothing, returns a pytree of tensors; the same on all ranks, random seeds included.
@@ -231,8 +232,8 @@ def unshard_array(function: str, array: ShardedArray, axes: tuple[str, ...] | No
 def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     """Returns the whole tensors of a tree of sharded arrays.
 
-    Works anywhere: eagerly, inside `value_and_grad`, under ``torch.func``. Its transpose is `reduce`. Inside a step prefer
-    `unit`, which also drops the whole weights again.
+    Works anywhere: eagerly, inside `value_and_grad`, under ``torch.func``. Its transpose is `reduce`. Inside a step
+    prefer `unit`, which also drops the whole weights again.
 
     Args:
         tree: pytree of `ShardedArray`.
@@ -254,17 +255,16 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     """
     check_sharded("hpfunc.unshard", "tree", tree, "only sharded arrays can be gathered")
     leaves, treedef = flatten(tree, is_sharded)
-    if leaves and axes is not None:
-        axes = leaves[0].mesh.check_axes("hpfunc.unshard", axes)
-    return unflatten(treedef, [unshard_array("hpfunc.unshard", leaf, axes) for leaf in leaves])
+    wanted = leaves[0].mesh.check_axes("hpfunc.unshard", axes) if leaves and axes is not None else None
+    return unflatten(treedef, [unshard_array("hpfunc.unshard", leaf, wanted) for leaf in leaves])
 
 
 def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Sums a tree over the data axes and keeps this rank's part: the transpose of `unshard`.
 
     Plain tensors are each rank's own summands, whole over the data axes: a reduce-scatter over the data axes that cut
-    them by `specs`, an all-reduce over the others, save those that the spec calls unreduced. A `ShardedArray` that still is a
-    partial sum is finished by the all-reduce that it lacks.
+    them by `specs`, an all-reduce over the others, save those that the spec calls unreduced. A `ShardedArray` that
+    still is a partial sum is finished by the all-reduce that it lacks.
 
     Args:
         tree: pytree of tensors, or of `ShardedArray`.
@@ -292,16 +292,44 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     _check_tensors("hpfunc.reduce", "tree", tree, mesh)
     if specs is None:
         raise SpecError(message("hpfunc.reduce", "plain tensors need specs", hint="give the specs of the result"))
-    specs_of = leaf_specs("hpfunc.reduce", tree, "tree", specs, mesh, allow_unreduced=True)
-    return unflatten(
-        treedef, [_reduce_tensor(x, s or PartitionSpec(), mesh) for x, s in zip(leaves, specs_of, strict=True)]
-    )
+    found = leaf_specs("hpfunc.reduce", tree, "tree", specs, mesh, allow_unreduced=True)
+    specs_of = [spec or PartitionSpec() for spec in found]
+    _check_wholes("hpfunc.reduce", paths(tree, "tree"), leaves, specs_of, mesh)
+    return unflatten(treedef, [_reduce_tensor(x, s, mesh) for x, s in zip(leaves, specs_of, strict=True)])
+
+
+def _cuts(spec: PartitionSpec, dim: int, mesh: Mesh) -> tuple[int, int]:
+    """Returns over how many ranks the data axes cut a dim, and the axes that stay."""
+    axes = spec.dim_axes(dim)
+    over_data = mesh.axis_size([axis for axis in axes if axis in mesh.data_axes])
+    return over_data, mesh.axis_size(axes) // over_data
+
+
+def _check_wholes(
+    function: str, names: Sequence[str], leaves: Sequence[Tensor], specs: Sequence[PartitionSpec], mesh: Mesh
+) -> None:
+    """Raises SpecError naming every tensor that cannot be what the data axes gather of an array of its spec."""
+    misplaced, uneven = [], []
+    for name, leaf, spec in zip(names, leaves, specs, strict=True):
+        layout, place = layout_of(tuple(leaf.shape), spec, mesh), f"{name}: {describe(leaf)}, spec {spec}"
+        if layout.misplaced(layout.gather_axes) is not None:
+            misplaced.append(place)
+        cuts = [(n, *_cuts(spec, dim, mesh)) for dim, n in enumerate(leaf.shape)]
+        if any(n % over_data and stays > 1 for n, over_data, stays in cuts):
+            uneven.append(place)
+    if misplaced:
+        hint = "in P(('tp', 'shard')) the first axis is the major one; put data axes last"
+        rule = "a data axis cuts a dim outside of an axis that stays cut"
+        raise SpecError(message(function, rule, misplaced, mesh=mesh, hint=hint))
+    if uneven:
+        hint = "pad the dim, or cut another one"
+        rule = "a dim that an axis of another kind cuts too does not divide over its data axes"
+        raise SpecError(message(function, rule, uneven, mesh=mesh, hint=hint))
 
 
 def _whole_of(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The global shape of an array whose whole over the data axes has `shape` (other axes cut it evenly)."""
-    stays = [mesh.axis_size([a for a in spec.dim_axes(dim) if a not in mesh.data_axes]) for dim in range(len(shape))]
-    return tuple(n * c for n, c in zip(shape, stays, strict=True))
+    return tuple(n * _cuts(spec, dim, mesh)[1] for dim, n in enumerate(shape))
 
 
 def _reduce_tensor(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> ShardedArray:

@@ -47,8 +47,8 @@ class Report:
     """What a schedule costs one rank.
 
     Attributes:
-        peak_bytes: most bytes in buffers at one time, each rounded up to 512; the caller's shards do not count, delivered
-            gradients do, from their reduce buffer's first write on.
+        peak_bytes: most bytes in buffers at one time, each rounded up to 512; the caller's shards do not count,
+            delivered gradients do, to the end of the step.
         peak_at: the op at which that is reached first.
         max_whole_units: most units that are whole, or being gathered, at one time.
         launches: number of launches, by collective.
@@ -234,24 +234,27 @@ def _dtype(schedule: Schedule, region: Region) -> str:
 def report(schedule: Schedule) -> Report:
     """Returns what a safe schedule costs one rank. See `Report`."""
     live: set[int] = set()
-    live_bytes, peak, whole_units = 0, (0, ""), 0
+    live_bytes, peak, max_whole_units = 0, (0, ""), 0
     units, ranks = _units_of_buffers(schedule), num_ranks(schedule.program)
+    whole = Counter[int]()
     launches, sent, written = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
         begun = {region.buffer for region in _writes(op)} - live
         live |= begun
         live_bytes += sum(_aligned_bytes(schedule, buffer) for buffer in begun)
         peak = max(peak, (live_bytes, op.name), key=lambda at: at[0])
-        whole_units = max(whole_units, len({unit for buffer in live for unit in units.get(buffer, ())}))
+        whole.update(unit for buffer in begun for unit in units.get(buffer, ()))
+        max_whole_units = max(max_whole_units, sum(count > 0 for count in whole.values()))
         if isinstance(op, Free):
             live.discard(op.buffer)
             live_bytes -= _aligned_bytes(schedule, op.buffer)
+            whole.subtract(units.get(op.buffer, ()))
         elif isinstance(op, Launch):
             launches[op.collective] += 1
             sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
         elif isinstance(op, Local):
             written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
-    return Report(*peak, whole_units, dict(launches), dict(sent), dict(written))
+    return Report(*peak, max_whole_units, dict(launches), dict(sent), dict(written))
 
 
 def _writes(op: Op) -> tuple[Region, ...]:

@@ -191,6 +191,6 @@ def reduce_whole(
 
 
 # Note [Scale]
-# The mean is a sum and one explicit division, never the library's own average. In float16 a sum over many ranks overflows, so there
-# the division comes before the sum, as gradients are packed; in every other dtype after it, where it costs one pass over 1/n of
-# the elements.
+# The mean is a sum and one explicit division, never the library's own average. In float16 a sum over many ranks
+# overflows, so there the division comes before the sum, as gradients are packed; in every other dtype after it, where
+# it costs one pass over 1/n of the elements.

@@ -78,7 +78,7 @@ class Grad:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of `content` that is this rank's over `axes`: as rank `source` has sent it, or the sum of all if None."""
+    """The part of `content` that is this rank's over `axes`: sent by rank `source`, or summed over all if None."""
 
     content: Content
     axes: Axes
@@ -136,14 +136,20 @@ def cut(content: Content, start: int, stop: int) -> Content:
 def split(content: Content, parts: int) -> list[Content]:
     """Returns the parts of a message, one for each rank."""
     numel = sum(piece.numel for piece in content) // parts
-    return [cut(content, rank * numel, (rank + 1) * numel) for rank in range(parts)]
+    found: list[list[Piece]] = [[] for _ in range(parts)]
+    offset = 0
+    for piece in content if numel else ():
+        for part in range(offset // numel, min(parts, -(-(offset + piece.numel) // numel))):
+            found[part] += cut((piece,), part * numel - offset, (part + 1) * numel - offset)
+        offset += piece.numel
+    return [tuple(pieces) for pieces in found]
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """An op does not find what it needs."""
 
 
-# ---------------------------------------------------------------------------------------------------------- what is right
+# ------------------------------------------------------------------------------------------------------ what is right
 
 
 def chain(*dtypes: str) -> tuple[str, ...]:
@@ -192,7 +198,7 @@ def sum_axes(weight: Weight) -> frozenset[str]:
     return frozenset(scattered) | frozenset(weight.reduce_axes if weight.num_replicas > 1 else ())
 
 
-# ------------------------------------------------------------------------------------------------------------ collectives
+# -------------------------------------------------------------------------------------------------------- collectives
 
 
 def own(content: Content, parts: int) -> Content | None:
@@ -228,7 +234,7 @@ class Collectives:
             case "reduce_scatter":
                 mine = own(content, num_ranks)
                 if mine is None:
-                    raise Wrong("sends parts that are not the blocks of rank 0, 1, ... in order")
+                    raise WrongError("sends parts that are not the blocks of rank 0, 1, ... in order")
                 return self.total(mine, axes)
 
     def all_gather(self, content: Content, axes: Axes, num_ranks: int) -> Content:
@@ -239,7 +245,7 @@ class Collectives:
         for piece in content:
             value = piece.value
             if not isinstance(value, Param) or value.rank != OWN or self._weights[value.weight].gather_axes != axes:
-                raise Wrong(f"gathers over {axes} what is not a shard cut over them: {value}")
+                raise WrongError(f"gathers over {axes} what is not a shard cut over them: {value}")
             blocks_of.append((value, piece))
         return join(
             (Piece(value.at(rank), piece.numel, piece.base),) for rank in range(num_ranks) for value, piece in blocks_of
@@ -265,7 +271,7 @@ class Collectives:
             summands.append(join([tuple(pieces)]))
         exchanged = axes is None or num_ranks[axes] == parts
         if not exchanged or any(summand != summands[0] for summand in summands):
-            raise Wrong("sums parts that are not the summands of rank 0, 1, ... in order")
+            raise WrongError("sums parts that are not the summands of rank 0, 1, ... in order")
         match summands[0]:
             case (Piece(Chunk(), _, 0),):
                 return summands[0]
@@ -279,13 +285,13 @@ class Collectives:
         if isinstance(value, Zero):
             return value
         if not isinstance(value, Grad) or value.rank != OWN or value.source:
-            raise Wrong(f"sums over {axes} what is no block of a gradient: {value}")
+            raise WrongError(f"sums over {axes} what is no block of a gradient: {value}")
         weight = self._weights[value.weight]
         due = {weight.gather_axes: weight.num_shards, weight.reduce_axes: weight.num_replicas}
         if due.get(axes, 1) == 1 or value.summed & set(axes):
-            raise Wrong(f"sums gradient of weight {value.weight} over {axes}, which is not due")
+            raise WrongError(f"sums gradient of weight {value.weight} over {axes}, which is not due")
         if value.dtypes[-1] != weight.reduce_dtype:
-            raise Wrong(f"sums gradient of weight {value.weight} in {value.dtypes[-1]}, not {weight.reduce_dtype}")
+            raise WrongError(f"sums gradient of weight {value.weight} in {value.dtypes[-1]}, not {weight.reduce_dtype}")
         return replace(value, summed=value.summed | set(axes))
 
 
@@ -304,4 +310,4 @@ def _received(value: Value, rank: int) -> tuple[Axes | None, Value]:
         case Zero():
             return None, value
         case _:
-            raise Wrong(f"finds no summand of rank {rank}: {value}")
+            raise WrongError(f"finds no summand of rank {rank}: {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -128,7 +129,7 @@ class Planned:
         self._run(index, "before")
 
     def leave(self) -> None:
-        """Finishes the reductions that have begun, drops everything else, and hands unreduced gradients to the session."""
+        """Finishes reductions that have begun, drops all else, and hands unreduced gradients to the session."""
         written = self._unfinished_writes()
         for i, op in enumerate(self.prepared.ops):
             if self.issued[i] or isinstance(op, Compute) or self._is_gather(op):
@@ -248,7 +249,7 @@ class Planned:
     def _free(self, op: Free) -> None:
         tensor, self.buffers[op.buffer] = self.buffers[op.buffer], None
         if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":
-            self.backend.fill_nan(tensor)
+            self.backend.fill(tensor, math.nan)
 
     def _deliver(self, op: Deliver) -> None:
         if self.schedule.buffers[op.region.buffer].kind == "gradient":
@@ -301,7 +302,7 @@ class Planned:
 
     def _zero(self, op: Local) -> None:
         for region in op.writes:
-            self.backend.fill_zero(self._flat(region))
+            self.backend.fill(self._flat(region), 0.0)
 
     def _sum_parts(self, op: Local) -> None:
         for source, target in zip(op.reads, op.writes, strict=True):

@@ -12,12 +12,13 @@ from ._program import COMPUTES, Program, Unit, Weight
 from ._schedule import Communicator, Region, itemsize
 
 # Note [The units near an event]
-# The units *near* event i are the first `prefetch + 1` different ones that are used from i on; units that need no gather do not
-# count. Before event i the near units are gathered, in the order of their use. After it, its own unit is
-# released unless it is near event i + 1. So every unit that is whole or in flight is near the current event, hence there are
-# at most `prefetch + 1` of them: the units near i + 1 include all units near i but that of event i, because taking the
-# first use off a list moves no other first use back. What is released is always what is used again last, or never: no
-# choice of the same size gathers less. At the turn from forward to backward the last `prefetch + 1` units stay whole.
+# The units *near* event i are the first `prefetch + 1` different ones that are used from i on; units that need no
+# gather do not count. Before event i the near units are gathered, in the order of their use. After it, its own unit is
+# released unless it is near event i + 1. So every unit that is whole or in flight is near the current event, hence
+# there are at most `prefetch + 1` of them: the units near i + 1 include all units near i but that of event i, because
+# taking the first use off a list moves no other first use back. What is released is always what is used again last, or
+# never: no choice of the same size gathers less. At the turn from forward to backward the last `prefetch + 1` units
+# stay whole. Where the unit of event i needs no gather, one unit less is gathered ahead: `prefetch` counts the same.
 
 
 def in_place(weight: Weight) -> bool:
@@ -114,7 +115,7 @@ class Gathers:
         return not all(in_place(self._program.weights[w]) for w in unit.weights)
 
     def _known(self, unit: int) -> bool:
-        """Returns whether the unit's shards exist: an array that the step makes is seen first when its unit is called."""
+        """Returns whether the unit's shards exist: an array that the step makes does when its unit is called."""
         weights = self._program.units[unit].weights
         return unit in self._called or all(self._program.weights[w].origin is not None for w in weights)
 

@@ -88,21 +88,22 @@ class Run:
         if alias is not None:
             direct = self._reduce_leaf(array, leaf_gradients[alias[0]])
             total = direct if total is None else backend.add(total, direct)
-        if total is None:
-            local = array._value
-            total = backend.empty(tuple(local.shape), backend.dtype_name(local), backend.device_of(local), zero=True)
-        return array.with_local(total)
+        return array.with_local(zeros_like(session, array._value) if total is None else total)
 
     def _reduce_leaf(self, array: ShardedArray, gradient: Tensor | None) -> Tensor:
-        backend, mesh, local = self.session.backend, array.mesh, array._value
-        held = backend.dtype_name(local)
-        if gradient is None:
-            gradient = backend.empty(tuple(local.shape), held, backend.device_of(local), zero=True)
-        axes = array.layout.reduce_axes
-        total = comm(mesh, axes, "all_reduce").all_reduce(gradient) if mesh.axis_size(axes) > 1 else gradient
+        backend, mesh, axes = self.session.backend, array.mesh, array.layout.reduce_axes
+        total = zeros_like(self.session, array._value) if gradient is None else gradient
+        if mesh.axis_size(axes) > 1:
+            total = comm(mesh, axes, "all_reduce").all_reduce(total)
         if self.numerics.reduce_op == "mean":
             total = total / mesh.axis_size(mesh.data_axes)
         return backend.detach(total)
+
+
+def zeros_like(session: Session, tensor: Tensor) -> Tensor:
+    """Returns zeros of the shape, dtype and device of a tensor."""
+    backend = session.backend
+    return backend.empty(tuple(tensor.shape), backend.dtype_name(tensor), backend.device_of(tensor), zero=True)
 
 
 def value_and_grad(
@@ -122,16 +123,16 @@ def value_and_grad(
         numerics: dtypes, and ``"mean"`` or ``"sum"`` over the data axes.
 
     Returns:
-        ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree, shapes,
-        dtypes and specs of the arguments; weights that the loss does not depend on have zeros.
+        ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree,
+        shapes, dtypes and specs of the arguments; weights that the loss does not depend on have zeros.
 
     Raises:
         LeafError: a leaf is not floating, or the loss is no scalar.
         SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
         UsageError: nested calls, or a tensor of an ended call is differentiated.
 
-    Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter over the
-    data axes that cut it and one all-reduce over the others.
+    Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter
+        over the data axes that cut it and one all-reduce over the others.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -251,15 +252,15 @@ def _differentiate(
         run.state = "done"
         current_run.reset(tokens[0])
         mean_axes.reset(tokens[1])
-    own = iter(zip(plain, leaf_gradients, strict=False))
-    gradients = [run.collect(x, leaf_gradients) if is_sharded(x) else _or_zeros(session, *next(own)) for x in tracked]
+    own = iter([zeros_like(session, x) if g is None else g for x, g in zip(plain, leaf_gradients, strict=False)])
+    gradients = [run.collect(x, leaf_gradients) if is_sharded(x) else next(own) for x in tracked]
     loss = session.backend.detach(loss)
     return ((loss, _untrack(session, aux)) if has_aux else loss), unflatten(treedef, gradients)
 
 
 def _track(array: ShardedArray, run: Run) -> ShardedArray:
     # A new owner for each leaf: one array that stands at two places of the tree has two gradients, as in JAX.
-    handle = ShardedArray(array._value, array.shape, array.spec, array.mesh)
+    handle = array.with_local(array._value)
     return handle._handle(tracker=run, origin=array._origin)
 
 
@@ -270,13 +271,6 @@ def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
         rule = f"with has_aux the function returns a pair (loss, aux), got {type(result).__name__}"
         raise LeafError(message("hpfunc.value_and_grad", rule))
     return result
-
-
-def _or_zeros(session: Session, alias: Tensor, gradient: Tensor | None) -> Tensor:
-    if gradient is not None:
-        return gradient
-    backend = session.backend
-    return backend.empty(tuple(alias.shape), backend.dtype_name(alias), backend.device_of(alias), zero=True)
 
 
 def _untrack(session: Session, tree: Any) -> Any:

@@ -1,7 +1,7 @@
 """`Layout`: the arithmetic of cutting one array over a mesh. A pure value; nothing here holds data.
 
-Every cut dim of size n over c ranks is cut into c blocks of ceil(n / c); the last blocks may be short or empty. A *block* is
-the padded size, equal on all ranks, in which messages travel; a *local* shape is what one rank really holds.
+Every cut dim of size n over c ranks is cut into c blocks of ceil(n / c); the last blocks may be short or empty. A
+*block* is the padded size, equal on all ranks, in which messages travel; a *local* shape is what one rank really holds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ class Layout:
     shape: Shape
     spec: PartitionSpec
     mesh: Mesh
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a step looks up the layouts of all its arguments
+        return hash((self.shape, self.spec, self.mesh))
 
     @cached_property
     def block_shape(self) -> Shape:
@@ -60,7 +67,7 @@ class Layout:
         return index
 
     def gather(self, axes: tuple[str, ...]) -> Gather:
-        """Returns how blocks are put together over `axes`, which must be the minor ones of each dim (see `misplaced`)."""
+        """Returns how blocks are put together over `axes`, the minor ones of each dim (see `misplaced`)."""
         return Gather(self, self.mesh.sort(set(axes) & set(self.spec.axes)))
 
     def misplaced(self, axes: tuple[str, ...]) -> int | None:
@@ -89,7 +96,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Gather:
-    """Blocks of a layout put together over `axes`, in mesh order: what one rank then holds is the *whole* (over `axes`)."""
+    """Blocks of a layout put together over `axes`, in mesh order; one rank then holds the *whole* (over `axes`)."""
 
     layout: Layout
     axes: tuple[str, ...]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from ._contents import (
     OWN,
@@ -21,7 +20,7 @@ from ._contents import (
     Param,
     Piece,
     Unknown,
-    Wrong,
+    WrongError,
     Zero,
     blocks,
     cast,
@@ -51,7 +50,7 @@ def wrong_meanings(schedule: Schedule) -> Iterator[tuple[str, str]]:
         for op in slot.ops:
             try:
                 run.step(slot, op)
-            except Wrong as wrong:
+            except WrongError as wrong:
                 run.spoil(op)
                 yield op.name, str(wrong)
     yield from run.missing()
@@ -103,16 +102,18 @@ class _Run:
     def _read(self, region: Region) -> Content:
         content = cut(self._memory[region.buffer], region.start, region.stop)
         if any(isinstance(piece.value, Nothing) for piece in content):
-            raise Wrong(f"reads elements of {self._buffers[region.buffer].name} that were never written")
+            raise WrongError(f"reads elements of {self._buffers[region.buffer].name} that were never written")
         return content
 
     def _write(self, region: Region, content: Content) -> None:
         buffer = self._buffers[region.buffer]
         if sum(piece.numel for piece in content) != region.numel:
-            raise Wrong(f"writes {sum(piece.numel for piece in content)} elements into {region.numel} of {buffer.name}")
+            raise WrongError(
+                f"writes {sum(piece.numel for piece in content)} elements into {region.numel} of {buffer.name}"
+            )
         for piece in content:
             if isinstance(piece.value, (Param, Grad)) and piece.value.dtypes[-1] != buffer.dtype:
-                raise Wrong(f"writes {piece.value.dtypes[-1]} into {buffer.name}, which is {buffer.dtype}")
+                raise WrongError(f"writes {piece.value.dtypes[-1]} into {buffer.name}, which is {buffer.dtype}")
         old = self._memory[region.buffer]
         after = cut(old, region.stop, buffer.numel)
         self._memory[region.buffer] = join([cut(old, 0, region.start), content, after])
@@ -123,7 +124,7 @@ class _Run:
             buffer = self._buffers[region.buffer]
             made_here = buffer.kind == "shard" and self._program.weights[buffer.weight or 0].origin is None
             if made_here and slot.event < self._first_uses.get(buffer.weight or 0, 0):
-                raise Wrong(f"reads {buffer.name} before its unit is called: the step has not made it yet")
+                raise WrongError(f"reads {buffer.name} before its unit is called: the step has not made it yet")
         contents = [self._read(region) for region in regions]
         known = not any(isinstance(piece.value, Unknown) for content in contents for piece in content)
         return contents if known else None
@@ -139,11 +140,11 @@ class _Run:
             found = self._read(region)
             unknown = any(isinstance(piece.value, Unknown) for piece in found)
             if found != whole and not unknown:
-                raise Wrong(f"reads from {self._buffers[region.buffer].name} what is not the whole of {w.name}")
+                raise WrongError(f"reads from {self._buffers[region.buffer].name} what is not the whole of {w.name}")
         trainable = [(position, w) for position, w in enumerate(members) if self._program.weights[w].trainable]
         written = trainable if event.kind == "backward" else []
         if len(op.reads) != len(members) or len(op.writes) != len(written):
-            raise Wrong(f"needs {len(members)} reads and {len(written)} writes")
+            raise WrongError(f"needs {len(members)} reads and {len(written)} writes")
         for (position, weight), region in zip(written, op.writes, strict=True):
             self._write(region, self._whole_gradient(weight, ((op.event, position),)))
 
@@ -167,7 +168,7 @@ class _Run:
             return
         results = self._results(op, contents)
         if len(results) != len(op.writes):
-            raise Wrong(f"has {len(results)} results and {len(op.writes)} writes")
+            raise WrongError(f"has {len(results)} results and {len(op.writes)} writes")
         for region, content in zip(op.writes, results, strict=True):
             self._write(region, content)
 
@@ -198,7 +199,7 @@ class _Run:
         if isinstance(value, Zero):
             return piece
         if not isinstance(value, Grad) or value.rank != OWN:
-            raise Wrong(f"scales what is no block of a gradient: {value}")
+            raise WrongError(f"scales what is no block of a gradient: {value}")
         early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
         return replace(piece, value=replace(value, divided=value.divided * divisor, early=early))
 
@@ -207,9 +208,9 @@ class _Run:
         weight = op.weights[0] if op.weights else None
         uses = [content[0].value.uses if content and isinstance(content[0].value, Grad) else () for content in contents]
         if weight is None or len(uses) != 2 or not (uses[0] or not contents[0]) or len(uses[1]) > 1:
-            raise Wrong("does not add one gradient to those before it")
+            raise WrongError("does not add one gradient to those before it")
         if any(self._whole_gradient(weight, use) != content for use, content in zip(uses, contents, strict=True)):
-            raise Wrong(f"adds what is not the whole gradient of {self._program.weights[weight].name}")
+            raise WrongError(f"adds what is not the whole gradient of {self._program.weights[weight].name}")
         return self._whole_gradient(weight, uses[0] + uses[1])
 
     def _packed_shards(self, op: Local, contents: list[Content]) -> Content:
@@ -219,7 +220,7 @@ class _Run:
             if (w := self._program.weights[weight])
         ]
         if contents != shards:
-            raise Wrong("does not read the shards of its weights, in order")
+            raise WrongError("does not read the shards of its weights, in order")
         return cast(join(shards), self._dtype(op.writes[0]))
 
     def _unpacked(self, op: Local, contents: list[Content]) -> list[Content]:
@@ -228,7 +229,7 @@ class _Run:
             Param(weight, OWN, chain(w.shard_dtype, w.dtype)) for weight, w in zip(op.weights, weights, strict=True)
         ]
         if contents != [packed(weights, values)]:
-            raise Wrong("does not read the gathered blocks of its weights, in order")
+            raise WrongError("does not read the gathered blocks of its weights, in order")
         return [blocks(w, value) for w, value in zip(weights, values, strict=True)]
 
     def _packed_gradients(self, op: Local, contents: list[Content]) -> Content:
@@ -237,28 +238,28 @@ class _Run:
         for weight, w, content in zip(op.weights, weights, contents, strict=False):
             value = content[0].value if content else Grad(weight, OWN, (w.dtype,), ())
             if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses):
-                raise Wrong(f"does not read the whole gradient of {w.name}")
+                raise WrongError(f"does not read the whole gradient of {w.name}")
             dtypes = chain(*value.dtypes, self._dtype(op.writes[0]))
             values.append(replace(value, dtypes=dtypes, divided=op.divisor, early=op.divisor > 1))
         if not weights or len(contents) != len(weights) or len({w.num_shards for w in weights}) > 1:
-            raise Wrong("does not read one gradient for each of its weights")
+            raise WrongError("does not read one gradient for each of its weights")
         return packed(weights, values)
 
     def _deliver(self, slot: Slot, op: Deliver) -> None:
         segment = self._segments[slot.event] + (slot.when == "after" and self._ends(slot.event))
         weight = self._program.weights[op.weight]
         if (segment, op.weight) in self._delivered:
-            raise Wrong(f"delivers the gradient of {weight.name} a second time")
+            raise WrongError(f"delivers the gradient of {weight.name} a second time")
         self._delivered.add((segment, op.weight))
         uses = self._expected.get((segment, op.weight))
         if uses is None:
-            raise Wrong(f"delivers a gradient of {weight.name}, which has none here")
+            raise WrongError(f"delivers a gradient of {weight.name}, which has none here")
         content = self._read(op.region)
         if any(isinstance(piece.value, Unknown) for piece in content):
             return
         right = finished(self._program, op.weight, uses)
         if content != right:
-            raise Wrong(f"delivers for {weight.name} what is not its gradient: {_difference(content, right)}")
+            raise WrongError(f"delivers for {weight.name} what is not its gradient: {_difference(content, right)}")
 
     def _ends(self, event: int) -> bool:
         return self._program.events[event].kind == "end_backward"
@@ -268,10 +269,18 @@ def _difference(content: Content, right: Content) -> str:
     """Returns in which fields the content differs from what is right."""
     match content, right:
         case (Piece(Grad() as found),), (Piece(Grad() as wanted),):
-            names = ("weight", "rank", "dtypes", "uses", "summed", "divided", "early", "source")
-            differ = [name for name in names if getattr(found, name) != getattr(wanted, name)]
-            listed = [f"{name} is {getattr(found, name)}, not {getattr(wanted, name)}" for name in differ]
-            return "; ".join(listed) or "other elements of it"
+            fields = (
+                ("weight", found.weight, wanted.weight),
+                ("rank", found.rank, wanted.rank),
+                ("dtypes", found.dtypes, wanted.dtypes),
+                ("uses", found.uses, wanted.uses),
+                ("summed", sorted(found.summed), sorted(wanted.summed)),
+                ("divided", found.divided, wanted.divided),
+                ("early", found.early, wanted.early),
+                ("source", found.source, wanted.source),
+            )
+            differ = [f"{name} is {is_}, not {due}" for name, is_, due in fields if is_ != due]
+            return "; ".join(differ) or "other elements of it"
     return "several pieces, or no gradient"
 
 

@@ -30,16 +30,16 @@ class PartitionSpec:
     """
 
     __slots__ = ("entries", "unreduced")
-    entries: tuple[None | str | tuple[str, ...], ...]
+    entries: tuple[str | tuple[str, ...] | None, ...]
     unreduced: frozenset[str]
 
-    def __init__(self, *entries: None | str | Sequence[str], unreduced: Iterable[str] = ()) -> None:
-        kept: list[None | str | tuple[str, ...]] = []
+    def __init__(self, *entries: str | Sequence[str] | None, unreduced: Iterable[str] = ()) -> None:
+        kept: list[str | tuple[str, ...] | None] = []
         for entry in entries:
             if entry is None or isinstance(entry, str):
                 kept.append(entry)
             elif isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
-                kept.append(tuple(entry) if len(entry) != 1 else entry[0])
+                kept.append(tuple(entry) if len(entry) > 1 else entry[0] if entry else None)
             else:
                 raise SpecError(
                     message("hpfunc.P", f"an entry is None, an axis name or a tuple of them, got {entry!r}")
@@ -65,7 +65,7 @@ class PartitionSpec:
 
     def _key(self) -> tuple[object, frozenset[str]]:
         entries = self.entries
-        while entries and entries[-1] in (None, ()):
+        while entries and entries[-1] is None:
             entries = entries[:-1]
         return entries, self.unreduced
 
@@ -121,6 +121,9 @@ class Mesh:
     device: str = "cpu"
     framework: str = "torch"
     timeout_s: float = 300.0
+
+    def __hash__(self) -> int:  # of what tells meshes apart in one process; `ranks` may be long
+        return hash((self.axis_names, self.sizes, self.rank))
 
     def __post_init__(self) -> None:
         described = f"shape {self.sizes} with axes {self.axis_names}"
@@ -212,7 +215,7 @@ class Mesh:
         return tuple(axis for axis in self.axis_names if axis in wanted)
 
     def group(self, axes: AxisNames) -> tuple[int, ...]:
-        """Returns the global ranks that differ from this one only along `axes`, in row-major order of `axes` as given."""
+        """Returns the global ranks that differ from this one only along `axes`, row-major in their given order."""
         axes, mine, shape = as_axes(axes), self.coordinate, self.shape
         found = []
         for place in itertools.product(*(range(shape[axis]) for axis in axes)):

@@ -22,7 +22,7 @@ def pack_shard(backend: Backend, block: Tensor, local: Tensor, gather: Gather) -
     shape = gather.layout.block_shape
     target = block.reshape(shape + tuple(local.shape[len(shape) :]))
     if tuple(local.shape[: len(shape)]) != shape:
-        backend.fill_zero(block)
+        backend.fill(block, 0.0)
         target = target[tuple(slice(0, n) for n in local.shape)]
     backend.copy(target, local)
 

@@ -1,7 +1,8 @@
 """Collectives over named mesh axes, on plain tensors, with the transposes of JAX's `shard_map`.
 
-A plain tensor is each rank's own value. ``psum <-> pvary``, ``all_gather <-> psum_scatter``; `all_to_all` and `ppermute` are
-their own inverses' transposes. Every function takes `mesh`, by default the one in use (a `sharded` step, `use_mesh`).
+A plain tensor is each rank's own value. ``psum <-> pvary``, ``all_gather <-> psum_scatter``; `all_to_all` and
+`ppermute` are their own inverses' transposes. Every function takes `mesh`, by default the one in use (a `sharded` step,
+`use_mesh`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _each(function: str, tree: Any, apply: Callable[[Tensor], Tensor]) -> Any:
 def _refuse_in_mean(function: str, channel: Comm, tensors: Sequence[Tensor]) -> None:
     axes = [axis for axis in channel.axes if axis in mean_axes.get()]
     if axes and channel.backend.is_transformed(tensors):
-        rule = f"the differentiated function reduces over the data axis {axes[0]!r}, over which its gradient is a mean already"
+        rule = f"a differentiated function reduces over the data axis {axes[0]!r}, over which its gradient is a mean"
         hint = "return each rank's own loss, and reduce it after value_and_grad; or use Numerics(reduce_op='sum')"
         raise UsageError(message(function, rule, mesh=channel.mesh, hint=hint))
 
@@ -234,7 +235,8 @@ def psum_scatter(
 def _check_cut(function: str, t: Tensor, dim: int, channel: Comm, tiled: bool) -> None:
     n = t.shape[dim]
     if n % channel.size if tiled else n != channel.size:
-        rule = f"dim {dim} must {'be a multiple of' if tiled else 'have size'} {channel.size}, the ranks along {channel.axes}"
+        wanted = f"{'be a multiple of' if tiled else 'have size'} {channel.size}"
+        rule = f"dim {dim} must {wanted}, the ranks along {channel.axes}"
         raise MeshError(message(function, rule, [f"shape {tuple(t.shape)}"], mesh=channel.mesh))
 
 

@@ -1,4 +1,4 @@
-"""`Numerics`: in which dtypes a differentiation computes and reduces, and whether it takes the mean. It defines the result."""
+"""`Numerics`: in which dtypes a differentiation computes and reduces, and with which scale. It defines the result."""
 
 from __future__ import annotations
 

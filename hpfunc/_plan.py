@@ -1,7 +1,8 @@
 """From a `Program` to a `Schedule`: a pure function.
 
-`plan` walks over the events of the program once. Two parts share the work and know nothing of each other: `Gathers` makes weights
-whole before they are used, `Reductions` takes their gradients away afterwards. The waits follow by themselves (`Draft`).
+`plan` walks over the events of the program once. Two parts share the work and know nothing of each other: `Gathers`
+makes weights whole before they are used, `Reductions` takes their gradients away afterwards. The waits follow by
+themselves (`Draft`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ class Traits:
     """What the planner has to know about a backend.
 
     Attributes:
-        ordered_sums: sums are formed locally, in rank order, from exchanged parts. gloo needs it: its own reduce-scatter
-            sends twice the bytes, and from three ranks on the bits of its sums depend on the place in the buffer.
+        ordered_sums: sums are formed locally, in rank order, from exchanged parts. gloo needs it: its own
+            reduce-scatter sends twice the bytes, and from three ranks on the bits of its all-reduce depend on the
+            place in the buffer.
     """
 
     ordered_sums: bool = False
 
 
-def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedule:  # noqa: B008 (an immutable value)
+def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedule:
     """Plans the communication of a step: when weights are gathered and released, how their gradients are reduced.
 
     The result depends on the arguments only, so ranks that recorded the same program plan the same schedule.

@@ -1,7 +1,7 @@
 """The `Program`: what one run of a step uses, in which order. A pure value, equal on all ranks.
 
-A step is *recorded* as a flat list of `Event` over `Unit` and `Weight`. Everything in it is a global fact: sizes are those
-of the padded blocks, never of one rank's short shard, so that all ranks record the same value and the same fingerprint.
+A step is *recorded* as a flat list of `Event` over `Unit` and `Weight`. Everything in it is a global fact: sizes are
+those of the padded blocks, never of one rank's short shard, so that all ranks record the same value and fingerprint.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ COMPUTES = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight as the planner sees it: how large it is, over which axes it is gathered and its gradient reduced.
+    """One weight as the planner sees it: its size, and over which axes it is gathered and its gradient reduced.
 
-    A weight's *blocks* are its shards padded to one size; there are `num_shards` of them, of `block_numel` elements each.
+    A weight's *blocks* are its shards padded to one size: `num_shards` of them, of `block_numel` elements each.
 
     Attributes:
         name: its path, for people.
@@ -73,8 +73,8 @@ class Event:
     """One point of the program.
 
     Attributes:
-        kind: ``forward``/``backward``/``recompute`` are a use of a unit; ``collective`` is the caller's own (`psum`, ...),
-            pinned at its place; ``end_backward`` ends one `value_and_grad`; ``end_step`` is the last event.
+        kind: ``forward``/``backward``/``recompute`` are a use of a unit; ``collective`` is the caller's own (`psum`,
+            ...), pinned at its place; ``end_backward`` ends one `value_and_grad`; ``end_step`` is the last event.
         unit: index into `Program.units`, for the first three kinds.
         use: which call of that unit in this step, from 0; a ``backward`` has the number of its ``forward``.
         name: what a ``collective`` is, for people and for the fingerprint.

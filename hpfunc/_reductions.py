@@ -18,11 +18,12 @@ from ._schedule import ALIGN_BYTES, Communicator, Region, itemsize
 #   step 2  the gradients of k+1 are delivered, if no axis is left to reduce;
 #   step 3  the reduce-scatter of k is launched, into its slices of the reduce buffer;
 #   step 4  the all-reduce of k+1 is launched, on its whole reduce buffer, in place.
-# So while unit k-1 computes, k is scattered and k+1 all-reduced. At most two units have whole gradients at any time. The
-# last unit's steps, and the wait for all all-reduces, are at the end of the backward.
+# So while unit k-1 computes, k is scattered and k+1 all-reduced. At most two units have whole gradients at any time.
+# The last unit's steps, and the wait for all all-reduces, are at the end of the backward.
 #
-# Where sums must be formed in rank order (`Traits.ordered_sums`), an all-reduce over three or more replicas is an exchange, a
-# sum and a collection. The second and third follow one unit later, so that the host never waits for what it has just begun.
+# Where sums must be formed in rank order (`Traits.ordered_sums`), an all-reduce over three or more replicas is an
+# exchange, a sum and a collection. The second and third follow one unit later, so that the host never waits for what it
+# has just begun.
 
 
 def prescaled(weight: Weight) -> bool:
@@ -31,7 +32,7 @@ def prescaled(weight: Weight) -> bool:
 
 
 def finals(program: Program) -> list[tuple[int, ...]]:
-    """Returns for each event the weights whose gradient is complete after it: it is their last before `end_backward`."""
+    """Returns for each event the weights whose gradient is complete after it: their last use in this backward."""
     seen: set[int] = set()
     result: list[tuple[int, ...]] = []
     for event in reversed(program.events):
@@ -153,7 +154,7 @@ class Reductions:
             gradient = total
         self._gradients[weight] = gradient
 
-    # ------------------------------------------------------------------------------------------- step 3: reduce-scatter
+    # ----------------------------------------------------------------------------------------- step 3: reduce-scatter
 
     def _scatter(self, group: _Group, weights: tuple[int, ...]) -> None:
         """Launches the reduce-scatter of an event: one launch over each communicator, whatever the bundles."""
@@ -167,8 +168,8 @@ class Reductions:
         for members in bundles.values():
             for message in self._bundle(group, tuple(members)):
                 launches[message.first.gather_axes].append(message)
-        for messages in launches.values():
-            self._launch_scatter(group, messages)
+        for launch in launches.values():
+            self._launch_scatter(group, launch)
 
     def _in_place(self, group: _Group, index: int) -> bool:
         """Takes the gradient itself for the reduce buffer, if nobody else has a part of it."""
@@ -233,21 +234,21 @@ class Reductions:
         self._draft.local(name, "pack_gradients", "reduce_scatter", gradients, [sent], weights=bucket, divisor=divisor)
         return _Message(of, first, sent, target) if first.num_shards > 1 else None
 
-    def _launch_scatter(self, group: _Group, messages: list[_Message]) -> None:
-        name, first = f"reduce_scatter {group.label}", messages[0].first
+    def _launch_scatter(self, group: _Group, launch: list[_Message]) -> None:
+        name, first = f"reduce_scatter {group.label}", launch[0].first
         communicator = Communicator("reduce_scatter", first.gather_axes)
-        sources, targets = [message.sent for message in messages], [message.target for message in messages]
+        sources, targets = [message.sent for message in launch], [message.target for message in launch]
         if not self._ordered:
             self._draft.launch(name, "reduce_scatter", communicator, sources, targets)
             return
         staged = [
-            self._draft.buffer("staging", m.of, m.sent.numel, m.first.reduce_dtype, "reduce_scatter") for m in messages
+            self._draft.buffer("staging", m.of, m.sent.numel, m.first.reduce_dtype, "reduce_scatter") for m in launch
         ]
         self._draft.launch(name, "all_to_all", communicator, sources, staged)
         group.sums.append(_Sums(first.num_shards, staged, targets))
         group.spent += staged
 
-    # --------------------------------------------------------------------------------------- steps 1, 2 and 4, and the end
+    # ------------------------------------------------------------------------------------ steps 1, 2 and 4, and the end
 
     def _await(self, group: _Group) -> None:
         for sums in group.sums:

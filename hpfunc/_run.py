@@ -1,6 +1,7 @@
 """One step as it happens: a `Session` names its weights, units and events, and a driver moves the data.
 
-The `Eager` driver here does every collective at its place and awaits it: the reference. `_execute.Planned` is the other one.
+The `Eager` driver here does every collective at its place and awaits it: the reference. `_execute.Planned` is the other
+one.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Use:
     """One call of a unit: what the backend's VJP nodes and the driver know of it."""
 
     __slots__ = (
-        "arrays", "backward_index", "index", "names", "needs_backward", "number", "released", "run", "session",
+        "arrays", "backward_index", "held", "index", "names", "needs_backward", "number", "released", "run", "session",
         "trainable", "unit", "weights",
     )  # fmt: skip
 
@@ -121,6 +122,7 @@ class Use:
         self.released = tuple(record.num_shards > 1 or record.dtype != record.shard_dtype for record in records)
         self.names = [record.name for record in records]
         self.needs_backward = False
+        self.held: list[Tensor] | None = None
         self.number = self.index = self.backward_index = -1
 
     def before_forward(self) -> list[Tensor]:
@@ -137,11 +139,16 @@ class Use:
 
     def wholes(self) -> list[Tensor]:
         """Returns the whole weights again."""
-        return self.session.driver.wholes(self)
+        return self.session.driver.wholes(self) if self.held is None else self.held
+
+    def hold(self) -> None:
+        """Gathers the weights for this use alone, at this place on every rank, whatever the plan."""
+        self.held = [self.session.gather(w) for w in self.weights]
 
     def before_backward(self) -> None:
         """See `UnitUse`."""
         self.run.check_alive()
+        self.run.open_uses[self.unit] = self
         self.backward_index = self.session.emit(Event("backward", self.unit, self.number), self)
         self.session.driver.before_backward(self)
 
@@ -180,8 +187,8 @@ class Session:
         self._unit_uses: list[int] = []
         self._name_uses: dict[str, int] = {}
         self._num_runs = 0
-        self.control.step += 1
-        self.control.position = 0
+        if not is_abstract:
+            self.control.begin_step()
 
     @property
     def program(self) -> Program:
@@ -358,15 +365,12 @@ class Eager:
             if not trainable:
                 continue
             sofar = session.accumulated.pop(weight, None)
-            if sofar is not None:
-                gradient = sofar if gradient is None else session.backend.add(sofar, gradient)
+            terms = [term for term in (sofar, gradient) if term is not None]
+            total = session.backend.add(*terms) if len(terms) == 2 else terms[0] if terms else session.zeros(weight)
             if use.run.uses_left[weight]:
-                if gradient is not None:
-                    session.accumulated[weight] = gradient
+                session.accumulated[weight] = total
             else:
-                session.gradients[weight] = session.reduce(
-                    weight, session.zeros(weight) if gradient is None else gradient
-                )
+                session.gradients[weight] = session.reduce(weight, total)
 
     def pin(self, index: int) -> None:
         """See `Driver`."""

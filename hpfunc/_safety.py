@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
 
 # Note [Happens before]
-# Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op. Each op
-# has a *clock*: how many ops of each stream happen before it or are it. So a happens before b exactly if b's clock for
-# a's stream has reached a's position there. Two ops that touch one element, one of them writing, must be ordered so; then
-# no timing can show another result than the issue order. A `Free` or `Deliver` writes all that it gives away, and a
-# buffer's first write brings it to life: it must happen before every other use.
+# Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op.
+# Each op has a *clock*: how many ops of each stream happen before it or are it. So a happens before b exactly if b's
+# clock for a's stream has reached a's position there. Two ops that touch one element, one of them writing, must be
+# ordered so; then no timing can show another result than the issue order. A `Free` or `Deliver` writes all that it
+# gives away, and a buffer's first write brings it to life: it must happen before every other use.
 
 Problem = tuple[str, str]
 
@@ -47,7 +47,7 @@ def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
                 yield op.name, text
             for earlier in _races(use, life, clocks):
                 name = schedule.name(use.region)
-                yield op.name, f"touches {name} and is not ordered after {earlier.name}, which touches it too"
+                yield op.name, f"uses {name}, but is not ordered after {earlier.name}"
             _record(use, life)
     for buffer, life in zip(schedule.buffers, lives, strict=True):
         if buffer.kind != "shard" and life.born is None:
@@ -56,19 +56,22 @@ def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
             yield buffer.name, "this buffer is neither freed nor delivered"
 
 
-def _clocks(schedule: Schedule) -> dict[str, dict[Stream, int]]:
-    clocks: dict[str, dict[Stream, int]] = {}
-    last: dict[Stream, dict[Stream, int]] = {}
+Clock = dict[Stream, int]
+
+
+def _clocks(schedule: Schedule) -> dict[str, Clock]:
+    clocks: dict[str, Clock] = {}
+    last: dict[Stream, Clock] = {}
     for op in schedule.ops:
-        before = [last.get(op.stream, {}), *(clocks[name] for name in op.waits)]
-        streams = {stream for clock in before for stream in clock}
-        clock = {stream: max(other.get(stream, 0) for other in before) for stream in streams}
+        clock = Clock(last.get(op.stream, {}))
+        for other in (clocks[name] for name in op.waits):
+            clock.update({stream: position for stream, position in other.items() if position > clock.get(stream, 0)})
         clock[op.stream] = clock.get(op.stream, 0) + 1
         clocks[op.name] = last[op.stream] = clock
     return clocks
 
 
-def _happens_before(earlier: Op, later: Op, clocks: dict[str, dict[Stream, int]]) -> bool:
+def _happens_before(earlier: Op, later: Op, clocks: dict[str, Clock]) -> bool:
     return clocks[later.name].get(earlier.stream, 0) >= clocks[earlier.name][earlier.stream]
 
 
@@ -111,7 +114,7 @@ def _in_place(op: Compute | Launch | Local) -> bool:
     return (isinstance(op, Launch) and op.collective == "all_reduce") or (isinstance(op, Local) and op.kind == "scale")
 
 
-def _races(use: _Use, life: _Life, clocks: dict[str, dict[Stream, int]]) -> list[Op]:
+def _races(use: _Use, life: _Life, clocks: dict[str, Clock]) -> list[Op]:
     """Returns the earlier ops that conflict with a use and do not happen before it."""
     found: dict[str, Op] = {}
     for other in life.uses:

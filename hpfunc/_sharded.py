@@ -65,7 +65,7 @@ class ShardedStep:
         self._in_specs, self._out_specs, self._donate = in_specs, out_specs, donate_argnums
         self._debug = debug
         self._plans: dict[Program, Schedule] = {}
-        self._latest: dict[object, Program] = {}
+        self._known: dict[object, _Known] = {}
         self._backend = backends.get(mesh.framework)
         self.last_schedule: Schedule | None = None
         self.last_counters: Counters | None = None
@@ -87,18 +87,23 @@ class ShardedStep:
         Communication: as the schedule says; on a call that records, a digest before each event.
         """
         counted = self._backend.counters.copy()
-        call = self._prepare(args, kwargs, abstract=False)
         session = Session(self.mesh)
-        session.names = call.names
-        program = self._latest.get(call.signature)
-        if program is not None:
-            session.follow(program, Planned(session, self._plans[program], call.arrays, poison=self._debug))
+        leaves, treedef = flatten((args, kwargs), is_sharded)
+        signature = _signature(leaves, treedef)
+        known = self._known.get(signature)
+        if known is None:
+            known = self._known[signature] = self._admit(session, args, kwargs, leaves)
+        filled, arrays = self._fill(leaves, known)
+        session.names = known.names
+        if known.program is not None:
+            session.follow(known.program, Planned(session, self._plans[known.program], arrays, poison=self._debug))
+        new_args, new_kwargs = unflatten(treedef, filled)
         try:
             with session_scope(session), use_mesh(self.mesh):
-                outputs = self._fn(*call.args, **call.kwargs)
+                outputs = self._fn(*new_args, **new_kwargs)
                 session.driver.end_step(session.emit(Event("end_step")))
-            self._learn(session, call.signature)
-            outputs = self._finish(outputs, call)
+            self._learn(session, known)
+            outputs = self._finish(outputs, arrays)
         except BaseException as error:
             session.abandon()
             session.control.fail(error)
@@ -115,12 +120,15 @@ class ShardedStep:
 
         Communication: none.
         """
-        call = self._prepare(args, kwargs, abstract=True)
+        leaves, treedef = flatten((args, kwargs), is_sharded)
         with self._backend.abstract() as convert:
             session = Session(self.mesh, is_abstract=True)
-            session.names = call.names
+            known = self._admit(session, args, kwargs, leaves)
+            session.names = known.names
+            filled, _ = self._fill([_abstract(leaf, convert) for leaf in leaves], known)
+            new_args, new_kwargs = unflatten(treedef, filled)
             with session_scope(session), use_mesh(self.mesh):
-                self._fn(*_abstract(call.args, convert), **_abstract(call.kwargs, convert))
+                self._fn(*new_args, **new_kwargs)
             session.driver.end_step(session.emit(Event("end_step")))
         return Lowered(session.program, self._plan(session.program))
 
@@ -131,7 +139,7 @@ class ShardedStep:
         check(schedule)
         return schedule
 
-    def _learn(self, session: Session, signature: object) -> None:
+    def _learn(self, session: Session, known: _Known) -> None:
         self.followed_plan = session.plan is not None
         program = session.plan or session.program
         if program not in self._plans:
@@ -139,30 +147,20 @@ class ShardedStep:
             session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {program.fingerprint}")
             self._plans[program] = schedule
             _warn_about(schedule, session)
-        self._latest[signature] = program
+        known.program = program
         self.last_schedule = self._plans[program]
 
     # --- arguments --------------------------------------------------------------------------------------------------
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, abstract: bool) -> _Call:
-        leaves, treedef = flatten((args, kwargs), is_sharded)
-        if (
-            not abstract
-            and self._latest
-            and self._signature(leaves, treedef) in self._latest
-            and self._in_specs is None
-        ):
-            return self._call(args, kwargs, leaves, treedef)  # checked when it was recorded
+    def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> _Known:
+        """Checks arguments whose shapes and specs were not seen before, together with all ranks."""
         names = self._names(args, kwargs)
-        check_all = lambda: self._check(args, names, leaves)  # noqa: E731 - said once, called at two places
-        if abstract:
-            check_all()
-        else:
-            facts = lambda: "\n".join(
-                f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)
-            )  # noqa: E731
-            with agreeing(self.mesh, _NAME, facts):
-                check_all()
-        return self._call(args, kwargs, leaves, treedef)
+        described = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
+        if session.is_abstract:
+            return self._check(args, names, leaves)
+        if self._known:
+            session.control.leave("it was called with arguments of other shapes, specs or structure than before")
+        with agreeing(self.mesh, _NAME, lambda: "\n".join(described)):
+            return self._check(args, names, leaves)
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         code = getattr(self._fn, "__code__", None)
@@ -171,57 +169,51 @@ class ShardedStep:
         named = [path for label, arg in zip(labels, args, strict=True) for path in paths(arg, label, is_sharded)]
         return named + [path for key in sorted(kwargs) for path in paths(kwargs[key], key, is_sharded)]
 
-    def _check(self, args: tuple[Any, ...], names: Sequence[str], leaves: Sequence[Any]) -> None:
+    def _check(self, args: tuple[Any, ...], names: Sequence[str], leaves: Sequence[Any]) -> _Known:
         gone = [n for n, x in zip(names, leaves, strict=True) if is_sharded(x) and x._owner.consumed_by is not None]
         if gone:
             hint = "use what the step returned, or leave the argument out of donate_argnums"
             raise DonatedError(message(_NAME, "an argument was donated before", gone, hint=hint))
-        foreign = [
-            f"{n}: on {x.mesh}" for n, x in zip(names, leaves, strict=True) if is_sharded(x) and x.mesh != self.mesh
-        ]
+        arrays = [(n, x) for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
+        foreign = [f"{n}: on {x.mesh}" for n, x in arrays if x.mesh != self.mesh]
         if foreign:
             raise SpecError(message(_NAME, "an argument lies on another mesh", foreign, mesh=self.mesh))
         if any(not 0 <= n < len(args) for n in self._donate):
             rule = f"donate_argnums={self._donate}, but there are {len(args)} positional arguments"
             raise SpecError(message(_NAME, rule))
+        specs: list[PartitionSpec | None] = []
         if self._in_specs is not None:
-            leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh)
+            specs = leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh)
+        counts = [len(flatten(arg, is_sharded)[0]) for arg in args]
+        donated = {i for n in self._donate for i in range(sum(counts[:n]), sum(counts[: n + 1]))}
+        specs += [None] * (len(leaves) - len(specs))
+        return _Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
 
-    def _signature(self, leaves: Sequence[Any], treedef: Any) -> object:
-        return treedef, tuple((x.layout, x.dtype) if is_sharded(x) else None for x in leaves)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], treedef: Any) -> _Call:
-        donated_leaves = {id(x) for n in self._donate for x in flatten(args[n], is_sharded)[0]}
-        filled: list[Any] = list(leaves)
-        specs = [None] * len(leaves)
-        if self._in_specs is not None:
-            specs = [*leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh), *specs][: len(leaves)]
-        arrays, names = {}, {}
-        paths_ = self._names(args, kwargs)
-        for i, leaf in enumerate(leaves):
+    def _fill(self, leaves: Sequence[Any], known: _Known) -> tuple[list[Any], dict[int, ShardedArray]]:
+        """Returns the leaves as the step sees them: arrays know their origin, global tensors are cut."""
+        filled, arrays = list(leaves), {}
+        for i, (leaf, spec) in enumerate(zip(leaves, known.specs, strict=True)):
             if is_sharded(leaf):
-                arrays[i] = filled[i] = leaf._handle(origin=i, donated=id(leaf) in donated_leaves)
-                names[i] = paths_[i]
-            elif specs[i] is not None and self._backend.is_tensor(leaf):
-                filled[i] = leaf[layout_of(tuple(leaf.shape), specs[i], self.mesh).local_slices(self.mesh.coordinate)]
-        new_args, new_kwargs = unflatten(treedef, filled)
-        return _Call(new_args, new_kwargs, self._signature(leaves, treedef), arrays, names)
+                filled[i] = arrays[i] = leaf._handle(origin=i, donated=i in known.donated)
+            elif spec is not None and self._backend.is_tensor(leaf):
+                filled[i] = leaf[layout_of(tuple(leaf.shape), spec, self.mesh).local_slices(self.mesh.coordinate)]
+        return filled, arrays
 
-    def _finish(self, outputs: Any, call: _Call) -> Any:
+    def _finish(self, outputs: Any, arrays: dict[int, ShardedArray]) -> Any:
         """Wraps plain outputs as `out_specs` say, and ends the life of donated handles."""
         leaves, treedef = flatten(outputs, is_sharded)
-        specs = [None] * len(leaves)
+        specs: list[PartitionSpec | None] = [None] * len(leaves)
         if self._out_specs is not None:
             specs = leaf_specs(_NAME, outputs, "outputs", self._out_specs, self.mesh)
         kept = [self._wrap(x, s) for x, s in zip(leaves, specs, strict=True)]
-        for array in call.arrays.values():
+        for array in arrays.values():
             if array.is_donated and array._owner.consumed_by is None:
                 array._consume(f"{_NAME}({getattr(self._fn, '__name__', 'step')})")
         return unflatten(treedef, kept)
 
     def _wrap(self, leaf: Any, spec: PartitionSpec | None) -> Any:
         if is_sharded(leaf):
-            return ShardedArray(leaf._value, leaf.shape, leaf.spec, leaf.mesh)
+            return leaf.with_local(leaf._value)
         if spec is None or not self._backend.is_tensor(leaf):
             return leaf
         shape = tuple(n * self.mesh.axis_size(spec.dim_axes(dim)) for dim, n in enumerate(leaf.shape))
@@ -229,26 +221,28 @@ class ShardedStep:
 
 
 @dataclass(slots=True)
-class _Call:
-    """The arguments of one call, as the step sees them."""
+class _Known:
+    """What was found out about arguments of one structure.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    signature: object
-    arrays: dict[int, ShardedArray]
+    Attributes:
+        names: the path of each sharded leaf.
+        specs: the entry of `in_specs` for each leaf.
+        donated: which leaves may be updated in place.
+        program: what the step did with such arguments last.
+    """
+
     names: dict[int, str]
+    specs: list[PartitionSpec | None]
+    donated: set[int]
+    program: Program | None = None
 
 
-def _abstract(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    leaves, treedef = flatten(tree, is_sharded)
-    found = []
-    for leaf in leaves:
-        if is_sharded(leaf):
-            new = ShardedArray(convert(leaf._value), leaf.shape, leaf.spec, leaf.mesh)
-            found.append(new._handle(origin=leaf._origin, donated=leaf.is_donated))
-        else:
-            found.append(convert(leaf))
-    return unflatten(treedef, found)
+def _signature(leaves: Sequence[Any], treedef: Any) -> object:
+    return treedef, tuple((x.layout, x.dtype) if is_sharded(x) else None for x in leaves)
+
+
+def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:
+    return leaf.with_local(convert(leaf._value)) if is_sharded(leaf) else convert(leaf)
 
 
 def _warn_about(schedule: Schedule, session: Session) -> None:
@@ -260,7 +254,8 @@ def _warn_about(schedule: Schedule, session: Session) -> None:
     cut = any(weight.num_shards > 1 for weight in program.weights)
     if cut and len(sizes) > 1 and max(sizes) > 0.75 * sum(sizes) and max(sizes) > 1 << 20:
         name = program.units[sizes.index(max(sizes))].name
-        rule = f"unit {name!r} holds {100 * max(sizes) / sum(sizes):.0f} % of the weights, so that nearly the whole model is gathered at once"
+        share = 100 * max(sizes) / sum(sizes)
+        rule = f"unit {name!r} holds {share:.0f} % of the weights: nearly the whole model is gathered at once"
         warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=4)
     if cut and len(sizes) == 1:
         rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
@@ -279,17 +274,19 @@ def sharded(
 ) -> Any:
     """Returns a step that runs by a plan.
 
-    The first call records which units the step uses, in which order, while it runs them one after another: the reference.
-    From that a schedule is planned and checked, which the next calls follow: gathers and reductions then run behind
-    compute. A call that does something else goes on without a plan, and is planned anew. No bit of the result
+    The first call records which units the step uses, in which order, while it runs them one after another: the
+    reference. From that a schedule is planned and checked, which the next calls follow: gathers and reductions then run
+    behind compute. A call that does something else goes on without a plan, and is planned anew. No bit of the result
     depends on any of that.
 
     Args:
         step_fn: the step; None (or the mesh in its place) makes a decorator.
         mesh: the mesh of its arrays.
-        in_specs: a prefix of the positional arguments: plain tensors under a `P` are global values, of which the step gets this
+        in_specs: a prefix of the positional arguments: plain tensors under a `P` are global values, of which the step
+            gets this
             rank's part. None leaves them alone.
-        out_specs: a prefix of the result: plain tensors under a `P` are this rank's part, and come out as `ShardedArray`.
+        out_specs: a prefix of the result: plain tensors under a `P` are this rank's part, and come out as
+            `ShardedArray`.
         policy: how to schedule.
         donate_argnums: positional arguments whose arrays may be updated in place. Their handles are consumed by
             the first such update, at the latest when the step returns, and then raise `DonatedError`.

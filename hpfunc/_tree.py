@@ -53,7 +53,7 @@ def broadcast_prefix(
                 function,
                 f"{argument} is no tree prefix of {name}",
                 [f"{argument}: {optree.tree_structure(prefix, is_leaf=is_prefix_leaf)}", f"{error}"],
-                hint=f"{argument} may be one P for all leaves, or a tree whose leaves stand at or above those of {name}",
+                hint=f"{argument} may be one P, or a tree whose leaves stand at or above those of {name}",
             )
         ) from None
     return found

@@ -23,9 +23,9 @@ _NAME = "hpfunc.unit"
 def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., Any]:
     """Returns `fn` as a unit of sharding: its weights are gathered together, used, and dropped.
 
-    ``fn(weights, *args, **kwargs)`` sees whole tensors in the place of the `ShardedArray` leaves of its first argument. Inside
-    `value_and_grad` they are dropped after forward, gathered again for backward, and their gradients reduced; inside a
-    `sharded` step all of that is scheduled ahead.
+    ``fn(weights, *args, **kwargs)`` sees whole tensors in the place of the `ShardedArray` leaves of its first argument.
+    Inside `value_and_grad` they are dropped after forward, gathered again for backward, and their gradients reduced;
+    inside a `sharded` step all of that is scheduled ahead.
 
     Args:
         fn: its weights must not leave it: not as an output, not by writing into them.
@@ -119,8 +119,12 @@ def _forward_only(label: str, body: Callable[..., Any], arrays: Sequence[Sharded
 def _recompute(
     label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], run: Run, args: Any, kwargs: Any
 ) -> Any:
-    # Activation checkpointing calls the unit again. If its own backward has begun its weights are there, else they are gathered
-    # for this call alone, at this place on every rank.
+    # Activation checkpointing calls the unit again. If its own backward has begun its weights are there, else they are
+    # gathered for this call alone, at this place on every rank.
     run.tape.refuse_reentrant()
     use = run.session.use(label, arrays, run)
-    return run.tape.recompute_unit(body, run.open_uses.get(use.unit, use), *args, **kwargs)
+    if use.unit in run.open_uses:
+        use = run.open_uses[use.unit]
+    else:
+        use.hold()
+    return run.tape.recompute_unit(body, use, *args, **kwargs)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from . import backends
+from ._array import ShardedArray, flatten_array, unflatten_array
 from ._errors import HpfuncWarning, MeshError, message
 from ._mesh import AxisNames, Mesh, as_axes, default_data_axes
 
@@ -48,6 +49,7 @@ def make_mesh(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     names = as_axes(axis_names)
     backend = backends.default()
+    backend.register(ShardedArray, flatten_array, unflatten_array)
     world = backend.join(timeout_s, device)
     if sizes.count(-1) == 1:
         known = -math.prod(sizes)

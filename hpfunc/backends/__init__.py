@@ -34,7 +34,7 @@ def get(name: str) -> Backend:
 
 
 def default() -> Backend:
-    """Returns the backend that `HPFUNC_BACKEND` names, else the first known framework that is already imported, else torch."""
+    """Returns the backend that `HPFUNC_BACKEND` names, else one that is imported already, else torch."""
     named = os.environ.get("HPFUNC_BACKEND")
     return get(named or next((name for name in _MODULES if name in sys.modules), "torch"))
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 Tensor = Any
 Group = Any
-Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "permute"]
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 Purpose = Literal["gather", "reduce_scatter", "all_reduce", "user", "control"]
 
 
@@ -57,16 +57,47 @@ class World:
     device: str
 
 
+Poll = Callable[[str, float], None]
+"""Called while the host waits, with what it waits for and since how many seconds; may raise to end the wait."""
+
+
 class Pending(Protocol):
-    """Work that was issued: on a CPU a collective in flight, on a device an event on a stream."""
+    """Work that was issued: on a CPU a collective in flight, on a device a point on a stream."""
 
     label: str
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once the work is complete, from any thread."""
+        ...
+
+
+class Streams(Protocol):
+    """Where work runs: four streams by name, ``"compute"`` being the caller's own."""
+
+    def issue(
+        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Sequence[Any] | None], poll: Poll
+    ) -> Pending:
+        """Runs `work` on a stream, after `waits`; it returns the collectives that it started, if any."""
+        ...
+
+    def wait(self, pending: Any, poll: Poll) -> None:
+        """Makes the compute stream wait."""
+        ...
+
 
 class UnitUse(Protocol):
-    """One call of a unit, as the framework's VJP nodes see it."""
+    """One call of a unit, as the framework's VJP nodes see it.
 
+    Attributes:
+        names: of its weights, for messages.
+        trainable: which weights want a gradient.
+        released: which weights are dropped after forward, so that autograd must not keep them.
+        needs_backward: set by the tape: the use will have a backward.
+    """
+
+    names: list[str]
     trainable: tuple[bool, ...]
+    released: tuple[bool, ...]
     needs_backward: bool
 
     def before_forward(self) -> list[Tensor]:
@@ -87,33 +118,43 @@ class UnitUse(Protocol):
 
 
 class Tape(Protocol):
-    """What one differentiation needs of the framework: the anchor, the gates' tokens and the leaves."""
+    """What one differentiation needs of the framework."""
+
+    leaves: list[Tensor]
 
     def leaf(self, local: Tensor) -> Tensor:
-        """Returns an alias of `local` whose uses are differentiated."""
+        """Returns an alias of `local` whose uses are differentiated, and appends it to `leaves`."""
+        ...
+
+    def is_grad_enabled(self) -> bool:
+        """Returns whether operators are being recorded."""
         ...
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` so that its backward reports to `use`."""
         ...
 
+    def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``fn(whole weights, ...)`` again, inside backward, for activation checkpointing."""
+        ...
+
+    def refuse_reentrant(self) -> None:
+        """Raises UsageError inside a reentrant checkpoint, whose inner backward would be invisible."""
+        ...
+
     def backward(self, loss: Tensor) -> list[Tensor | None]:
-        """Runs the backward and returns the gradient of each leaf, in the order of `leaf` calls."""
+        """Runs the backward and returns the gradient of each leaf."""
         ...
 
 
-class Backend(Protocol):
-    """A framework. Tensors are opaque outside of it, but for `shape`, `reshape`, `permute` and slicing."""
+class Processes(Protocol):
+    """Processes and their groups."""
 
-    name: str
-    counters: Counters
-
-    # --- processes -------------------------------------------------------------------------------------------------
-    def join(self, timeout_s: float) -> World:
+    def join(self, timeout_s: float, device: str | None = None) -> World:
         """Returns the world that exists, else starts it from the launcher's environment, else a world of one."""
         ...
 
-    def group(self, ranks: tuple[int, ...], purpose: Purpose, timeout_s: float) -> Group:
+    def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Group:
         """Returns the communicator of these ranks for this purpose; made on first use."""
         ...
 
@@ -129,9 +170,24 @@ class Backend(Protocol):
         """Returns those notes that exist."""
         ...
 
-    # --- tensors ---------------------------------------------------------------------------------------------------
+    def exchange(self, group: Group, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
+        """Returns the numbers of every rank of a control group."""
+        ...
+
+    def exchange_text(self, group: Group, text: str) -> list[str]:
+        """Returns the text of every rank of a control group."""
+        ...
+
+
+class Memory(Protocol):
+    """Tensors. They are opaque outside of a backend, but for `shape`, `reshape`, `permute`, slicing and arithmetic."""
+
     def is_tensor(self, value: Any) -> bool:
         """Returns whether a value is a tensor of this framework."""
+        ...
+
+    def is_abstract(self, value: Any) -> bool:
+        """Returns whether a tensor has a shape only (see `abstract`)."""
         ...
 
     def device_of(self, tensor: Tensor) -> str:
@@ -166,6 +222,10 @@ class Backend(Protocol):
         """Writes ``source / divisor`` into `target`, cast; counts the bytes."""
         ...
 
+    def fill(self, target: Tensor, value: float) -> None:
+        """Writes one value everywhere."""
+        ...
+
     def sum_parts(self, target: Tensor, parts: Sequence[Tensor]) -> None:
         """Writes the sum of `parts`, added in that order, into `target`."""
         ...
@@ -178,41 +238,62 @@ class Backend(Protocol):
         """Divides in place."""
         ...
 
-    # --- communication ---------------------------------------------------------------------------------------------
+
+class Communication(Protocol):
+    """Collectives."""
+
     def ordered_sums(self, device: str) -> bool:
         """Returns whether reductions on this device are sums in rank order that hpfunc does itself."""
         ...
 
-    def issue(self, label: str, stream: str, waits: Iterable[Pending], work: Callable[[], Any], poll: Any) -> Pending:
-        """Runs `work` on a stream after `waits`. `poll` is called while the host is blocked, and may raise."""
+    def streams(self, device: str) -> Streams:
+        """Returns the streams of a device."""
         ...
 
-    def wait(self, pending: Pending, poll: Any) -> None:
-        """Makes the caller's own computation wait for `pending`."""
+    def launch(
+        self, collective: Collective, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]
+    ) -> Sequence[Any]:
+        """Starts collectives into given, contiguous outputs; see `Launch` in the schedule for shapes."""
         ...
 
-    def launch(self, collective: Collective, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Any:
-        """Starts collectives into given, contiguous outputs; what it returns goes through `issue`."""
+    def broadcast(self, group: Group, tensor: Tensor, source: int) -> Sequence[Any]:
+        """Starts a broadcast, in place, from a place of the group."""
         ...
 
-    def permute(self, group: Group, send: Tensor, receive: Tensor, target: int | None, source: int | None) -> Any:
+    def permute(
+        self, group: Group, send: Tensor, receive: Tensor, target: int | None, source: int | None
+    ) -> Sequence[Any]:
         """Starts a send to and a receive from places of the group (None: nothing)."""
         ...
 
-    # --- differentiation -------------------------------------------------------------------------------------------
-    def tape(self) -> Tape:
+
+class Differentiation(Protocol):
+    """Everything that differs between the frameworks' autograd systems."""
+
+    def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+        """Makes a type known to the framework's own pytrees, so that its transforms accept it."""
+        ...
+
+    def tape(self, device: str) -> Tape:
         """Returns what one differentiation needs."""
         ...
 
-    def linear(self, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns ``forward(x)``, a linear map with this transpose, differentiable any number of times."""
+    def linear(
+        self, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor
+    ) -> Tensor:
+        """Returns ``forward(x)``, a linear map with this transpose, differentiable any number of times.
+
+        None is a map that may not be differentiated.
+        """
         ...
 
     def is_transformed(self, tensors: Iterable[Tensor]) -> bool:
         """Returns whether an outer transform differentiates or maps these tensors (leaf form is needed)."""
         ...
 
-    def use_plain(self, fn: Callable[..., Any], wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def use_plain(
+        self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls ``fn(wholes, ...)``, which is not differentiated, and refuses escapes and writes into the weights."""
         ...
 
@@ -220,6 +301,16 @@ class Backend(Protocol):
         """Returns a context in which operators only compute shapes; it yields the map from tensors to abstract ones."""
         ...
 
-    def deferred(self, init_fn: Callable[[], Any], keep: Callable[[int, Tensor], Any]) -> Any:
-        """Returns ``init_fn()`` with ``keep(index, leaf)`` for each leaf, with one leaf whole at a time."""
+    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], Callable[[int, Tensor], Any]]) -> Any:
+        """Returns ``init_fn()`` with ``keep(index, leaf)`` for each leaf, one leaf whole at a time.
+
+        ``keep = prepare(tree)`` is made from the tree without data.
+        """
         ...
+
+
+class Backend(Processes, Memory, Communication, Differentiation, Protocol):
+    """A framework."""
+
+    name: str
+    counters: Counters

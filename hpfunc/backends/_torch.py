@@ -1,7 +1,7 @@
 """torch: processes, tensors and collectives, on CPU (gloo), CUDA (NCCL) and whatever other accelerator torch knows.
 
-The device path (`_DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the machines that
-test this project; what those can check of it is that it launches the same ops in the same order.
+The device path (`_DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the
+machines that test this project; what those can check of it is that it launches the same ops in the same order.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.profiler import record_function
 
 from .._errors import MeshError, message
 from . import _torch_autograd as autograd
 from . import _torch_init as init
-from ._base import Collective, Counters, Pending, Purpose, World
+from ._base import Collective, Counters, Poll, Purpose, World
 
 # The two have new names from 2.13 on, and warn under the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 POLL_S = 0.5
-Poll = Callable[[str, float], None]
 
 
 class _HostPending:
@@ -36,7 +36,7 @@ class _HostPending:
 
     __slots__ = ("label", "works")
 
-    def __init__(self, label: str, works: Sequence[dist.Work] = ()) -> None:
+    def __init__(self, label: str, works: Sequence[Any] = ()) -> None:
         self.label = label
         self.works = list(works)
 
@@ -59,9 +59,7 @@ class _HostStreams:
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
 
-    def issue(
-        self, label: str, stream: str, waits: Iterable[Pending], work: Callable[[], Any], poll: Poll
-    ) -> _HostPending:
+    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> _HostPending:
         for pending in waits:
             self.wait(pending, poll)
         if not _profiling():
@@ -69,8 +67,7 @@ class _HostStreams:
         with record_function(f"hpfunc::{label}"):
             return _HostPending(label, work() or ())
 
-    def wait(self, pending: Pending, poll: Poll) -> None:
-        assert isinstance(pending, _HostPending)
+    def wait(self, pending: Any, poll: Poll) -> None:
         if not pending.works:
             return
         start = time.perf_counter()
@@ -127,12 +124,11 @@ class _DeviceStreams:
         return self.streams[name]
 
     def issue(
-        self, label: str, stream: str, waits: Iterable[Pending], work: Callable[[], Any], poll: Poll
+        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll
     ) -> _DevicePending:
         target = self._stream(stream)
         with self.module.stream(target), record_function(f"hpfunc::{label}"):
             for pending in waits:
-                assert isinstance(pending, _DevicePending)
                 target.wait_event(pending.event)
             for collective in work() or ():
                 collective.wait()  # an edge from the communicator's own stream; the host goes on
@@ -140,8 +136,7 @@ class _DeviceStreams:
             event.record(target)
         return _DevicePending(label, event)
 
-    def wait(self, pending: Pending, poll: Poll) -> None:
-        assert isinstance(pending, _DevicePending)
+    def wait(self, pending: Any, poll: Poll) -> None:
         self._stream("compute").wait_event(pending.event)
 
 
@@ -255,13 +250,9 @@ class TorchBackend:
             target.copy_(source if divisor == 1 else source / divisor)
         self.counters.bytes_copied += target.nbytes
 
-    def fill_zero(self, target: torch.Tensor) -> None:
+    def fill(self, target: torch.Tensor, value: float) -> None:
         with torch.no_grad():
-            target.zero_()
-
-    def fill_nan(self, target: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.fill_(float("nan"))
+            target.fill_(value)
 
     def sum_parts(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -292,7 +283,7 @@ class TorchBackend:
 
     def launch(
         self, collective: Collective, group: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
-    ) -> list[dist.Work]:
+    ) -> list[Any]:
         pairs = [(s.view(-1), r.view(-1)) for s, r in zip(sends, receives, strict=True) if s.numel()]
         size = group.size()
         for send, _ in pairs:
@@ -305,13 +296,13 @@ class TorchBackend:
             return [grouped]
         return [_start(collective, group, send, receive, async_op=True) for send, receive in pairs]
 
-    def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[dist.Work]:
+    def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
         self.counters.count("broadcast", tensor.nbytes)
         return [dist.broadcast(tensor, group=group, group_src=source, async_op=True)]
 
     def permute(
         self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None
-    ) -> list[dist.Work]:
+    ) -> list[Any]:
         ranks = dist.get_process_group_ranks(group)
         ops = []
         if target is not None:
@@ -322,6 +313,14 @@ class TorchBackend:
         return dist.batch_isend_irecv(ops) if ops else []
 
     # --- differentiation -------------------------------------------------------------------------------------------
+    def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+        if array_type not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                array_type,
+                lambda array: (list(flatten(array)[0]), flatten(array)[1]),
+                lambda children, metadata: unflatten(metadata, children),
+            )
+
     def tape(self, device: str) -> autograd.TorchTape:
         return autograd.TorchTape(device)
 
@@ -336,13 +335,13 @@ class TorchBackend:
     def is_transformed(self, tensors: Iterable[torch.Tensor]) -> bool:
         return autograd.is_transformed(tensors)
 
-    def use_plain(self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return autograd.use_plain(fn, wholes, *args, **kwargs)
+    def use_plain(
+        self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        return autograd.use_plain(fn, wholes, names, *args, **kwargs)
 
-    @contextmanager
-    def abstract(self) -> Any:
-        with init.abstract() as convert:
-            yield convert
+    def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        return init.abstract()
 
     def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], init.Keep]) -> Any:
         return init.deferred(init_fn, prepare)
@@ -369,4 +368,3 @@ def _leave() -> None:
 
 
 BACKEND = TorchBackend()
-__all__ = ["BACKEND", "AbstractContextManager", "TorchBackend"]

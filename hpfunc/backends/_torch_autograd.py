@@ -1,18 +1,19 @@
 """All of torch's autograd that hpfunc relies on: VJP nodes, saved-tensor hooks, gates, and the leaf form.
 
 # Note [Anchor and tokens]
-Shards are no differentiable leaves: autograd would add up, cast and read gradients before their collectives are done. The one
-leaf is a dummy *anchor*. The whole weights of a unit use are outputs of a node whose backward hands the gradients to the
-run and returns nothing. The unit's outputs pass a *gate* whose backward runs first of all in the unit. Both nodes
-also exchange a *token*, and every gate's token is a root of the backward: so the engine visits both nodes of every use, in
-reverse call order, on every rank, whether or not the use reached the loss. Nodes run by sequence number, highest first:
-the weights' node is older than all of the unit's operations and younger than everything before the unit, so that
+Shards are no differentiable leaves: autograd would add up, cast and read gradients before their collectives are done.
+The one leaf is a dummy *anchor*. The whole weights of a unit use are outputs of a node whose backward hands the
+gradients to the run and returns nothing. The unit's outputs pass a *gate* whose backward runs first of all in the unit.
+Both nodes also exchange a *token*, and every gate's token is a root of the backward: so the engine visits both nodes of
+every use, in reverse call order, on every rank, whether or not the use reached the loss. Nodes run by sequence number,
+highest
+first: the weights' node is older than all of the unit's operations and younger than everything before the unit, so that
 it runs just between them, also where a unit has no trainable weight.
 
 # Note [Released weights]
-What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by its place in the
-unit; the unpack hook asks the run for the whole weights of the moment. Hooks do not nest in torch, so whatever is not a
-weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
+What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by
+its place in the unit; the unpack hook asks the run for the whole weights of the moment. Hooks do not nest in torch, so
+whatever is not a weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import optree
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks as enclosing_hooks
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -97,12 +100,12 @@ def linear(forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Te
         if is_transformed([x]) and torch.is_grad_enabled():
             raise UsageError(message("hpfunc", "this collective has no derivative", hint="call it on x.detach()"))
         return forward(x)
-    return _Linear.apply(x, forward, transpose)  # type: ignore[no-any-return]
+    return _Linear.apply(x, forward, transpose)
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Returns whether torch.func is active, or one of the tensors takes part in a differentiation."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return True
     return any(tensor.requires_grad or forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -166,25 +169,25 @@ class TorchTape:
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
         wholes = use.before_forward()
-        inputs = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in optree.tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]  # type: ignore[arg-type]
         use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
         if not use.needs_backward:
             return use_plain(fn, wholes, use.names, *args, **kwargs)
         versions = [whole._version for whole in wholes]
-        *weights, token = _Wholes.apply(use, wholes, self._anchor)  # type: ignore[misc]
+        *weights, token = _Wholes.apply(use, wholes, self._anchor)
         with saved_tensors_hooks(*_release_hooks(use, wholes)):
             outputs = fn(weights, *args, **kwargs)
         _check_contract(wholes, versions, outputs, use.names)
         leaves, treedef = optree.tree_flatten(outputs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        *gated, token = _Gate.apply(use, token, *(leaves[i] for i in places))  # type: ignore[misc]
+        *gated, token = _Gate.apply(use, token, *(leaves[i] for i in places))
         self._tokens.append(token)
         for i, out in zip(places, gated, strict=True):
             leaves[i] = out
         return optree.tree_unflatten(treedef, leaves)
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``fn(whole weights, ...)`` again, for checkpointing: what it saves must be what the first call saved."""
+        """Calls ``fn(whole weights, ...)`` again, for checkpointing: it must save what the first call saved."""
         wholes = use.wholes()
         weights = [w.detach().requires_grad_(trains) for w, trains in zip(wholes, use.trainable, strict=True)]
         with saved_tensors_hooks(*_release_hooks(use, wholes)):
@@ -208,7 +211,7 @@ class TorchTape:
 def _release_hooks(use: UnitUse, wholes: Sequence[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """See Note [Released weights]."""
     place = {_storage(whole): i for i, whole in enumerate(wholes) if use.released[i]}
-    enclosing = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    enclosing = enclosing_hooks(True)
 
     def pack(tensor: Tensor) -> Any:
         index = place.get(_storage(tensor))

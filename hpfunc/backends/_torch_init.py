@@ -72,8 +72,9 @@ def _storage(tensor: torch.Tensor) -> int:
 def deferred(init_fn: Callable[[], Any], prepare: Callable[[Any], Keep]) -> Any:
     """Returns ``init_fn()`` with ``keep(index, leaf)`` in the place of each tensor leaf.
 
-    ``prepare(tree)`` sees the tree without data and returns `keep`. `init_fn` runs once without data while its operators are recorded. They are then replayed in their order, so that random
-    numbers come out as in a plain call, and each leaf goes to `keep` as soon as no further operator touches it.
+    ``prepare(tree)`` sees the tree without data and returns `keep`. `init_fn` runs once without data while its
+    operators are recorded. They are then replayed in their order, so that random numbers come out as in a plain call,
+    and each leaf goes to `keep` as soon as no further operator touches it.
     """
     recorder = _Recorder()
     try:
@@ -100,7 +101,8 @@ def _replay(calls: list[Any], leaves: list[Any], keep: Keep) -> list[Any]:
     values: dict[int, torch.Tensor] = {}
     done: dict[int, list[int]] = {}
     for i, (func, args, kwargs, out) in enumerate(calls):
-        real_args, real_kwargs = optree.tree_map(lambda x: values.get(id(x), x), (args, kwargs))
+        real_args = optree.tree_map(lambda x: values.get(id(x), x), args)
+        real_kwargs = optree.tree_map(lambda x: values.get(id(x), x), kwargs)
         real = func(*real_args, **real_kwargs)
         for fake_out, real_out in zip(_tensors(out), _tensors(real), strict=True):
             values[id(fake_out)] = real_out

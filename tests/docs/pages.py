@@ -5,7 +5,8 @@ The ``python`` blocks of a page are one program. Two comments, which readers do 
     <!-- ranks: 4 -->     anywhere: the page runs on 4 processes, started by torchrun; without it, on one
     <!-- prints -->       before a ``text`` block: it is exactly what the Python block above it prints
 
-``python -m tests.docs.pages PAGE`` runs a page as one rank; with ``--update`` it writes what the blocks print into it.
+``python -m tests.docs.pages PAGE...`` runs pages as one rank, one after another; with ``--update`` it writes what the blocks
+print into them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -60,14 +62,14 @@ def code_blocks(page: str) -> list[CodeBlock]:
 
     >>> page = "```python\\nprint(1)\\n```\\n\\n<!-- prints -->\\n```text\\n1\\n```\\n"
     >>> code_blocks(page)
-    [CodeBlock(code='print(1)\\n', line=1, printed=('1\\n', slice(52, 54, None)))]
+    [CodeBlock(code='print(1)\\n', line=1, printed=('1\\n', slice(48, 50, None)))]
     """
     return list(_code_blocks(page))
 
 
 def _code_blocks(page: str) -> Iterator[CodeBlock]:
     blocks = list(BLOCK.finditer(page))
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
         if block["language"] != "python":
             continue
         printed = None
@@ -80,7 +82,7 @@ def run(page: str, name: str) -> str:
     """Runs the Python blocks of a page in one namespace, and returns the page with what they really print.
 
     >>> run("```python\\nprint(1 + 1)\\n```\\n<!-- prints -->\\n```text\\n3\\n```\\n", "sum.md")[-10:]
-    't\\n2\\n```\\n'
+    'ext\\n2\\n```\\n'
     """
     namespace: dict[str, object] = {"__name__": "__main__", "__file__": name}
     parts, done = [], 0
@@ -95,24 +97,37 @@ def run(page: str, name: str) -> str:
     return "".join([*parts, page[done:]])
 
 
+def differences(page: str, real: str, name: str) -> list[str]:
+    """Returns what a page says otherwise than its blocks print.
+
+    >>> differences("```python\\n1\\n```\\n<!-- prints -->\\n```text\\n3\\n```\\n", "", "sum.md")
+    []
+    """
+    return [
+        f"{name}:{told.line}: the page says\n{told.printed[0]}but the block prints\n{shown.printed[0]}"
+        for told, shown in zip(code_blocks(page), code_blocks(real), strict=False)
+        if told.printed and shown.printed and told.printed[0] != shown.printed[0]
+    ]
+
+
 def main() -> None:
-    """Runs one page, on this rank."""
+    """Runs pages, on this rank."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--update", action="store_true", help="write what the blocks print into the page")
+    parser.add_argument("page", type=Path, nargs="+")
+    parser.add_argument("--update", action="store_true", help="write what the blocks print into the pages")
     arguments = parser.parse_args()
-    page = arguments.page.read_text()
-    real = run(page, str(arguments.page))
-    if int(os.environ.get("RANK", "0")) != 0 or real == page:
-        return
-    if not arguments.update:
-        differences = [
-            f"{arguments.page}:{told.line}: the page says\n{told.printed[0]}but the block prints\n{shown.printed[0]}"
-            for told, shown in zip(code_blocks(page), code_blocks(real), strict=True)
-            if told.printed and shown.printed and told.printed[0] != shown.printed[0]
-        ]
-        raise SystemExit("\n".join(differences))
-    arguments.page.write_text(real)
+    wrong = []
+    for path in arguments.page:
+        page = path.read_text()
+        real = run(page, str(path))
+        if int(os.environ.get("RANK", "0")) != 0:
+            continue
+        if arguments.update:
+            path.write_text(real)
+        else:
+            wrong += differences(page, real, str(path))
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

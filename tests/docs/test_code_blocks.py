@@ -3,21 +3,25 @@
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from tests.docs import pages
 
-TIMEOUT_S = 120
-PAGES = [page for page in pages.paths() if pages.code_blocks(page.read_text())]
+TIMEOUT_S = 240
+PAGES: defaultdict[int, list[Path]] = defaultdict(list)
+for path in pages.paths():
+    text = path.read_text()
+    if pages.code_blocks(text):
+        PAGES[pages.num_ranks(text)].append(path)
 
 
-def run_page(page: Path) -> subprocess.CompletedProcess[str]:
-    ranks = pages.num_ranks(page.read_text())
+def run_pages(ranks: int, paths: list[Path]) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "tests.docs.pages", str(page)],
+        [sys.executable, *launcher, "-m", "tests.docs.pages", *map(str, paths)],
         cwd=pages.ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -28,9 +32,9 @@ def run_page(page: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(pages.ROOT)))
-def test_the_code_of_a_page_runs(page: Path):
-    done = run_page(page)
+@pytest.mark.parametrize("ranks", sorted(PAGES))
+def test_the_code_of_the_pages_runs(ranks: int):
+    done = run_pages(ranks, PAGES[ranks])
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
@@ -44,6 +48,6 @@ def test_the_code_of_a_page_runs(page: Path):
 def test_a_page_that_is_wrong_fails(tmp_path: Path, code: str, complaint: str):
     page = tmp_path / "page.md"
     page.write_text(code)
-    done = run_page(page)
+    done = run_pages(1, [page])
     assert done.returncode != 0
     assert complaint in done.stderr

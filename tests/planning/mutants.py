@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
 from hpfunc._check import find_violations
 from hpfunc._draft import derive_waits
 from hpfunc._errors import ScheduleError
-from hpfunc._interpret import Outcome, World, interpret, reference
+from hpfunc._interpret import interpret
 from hpfunc._plan import plan
+from hpfunc._reference import Outcome, World, reference
 from hpfunc._schedule import Buffer, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
 from tests.planning.programs import Case, random_case
 
@@ -23,7 +25,7 @@ Mutation = Callable[[Random, Schedule], Schedule | None]
 STREAMS = ("compute", "gather", "reduce_scatter", "all_reduce")
 
 
-# ------------------------------------------------------------------------------------------------------- a schedule, flat
+# --------------------------------------------------------------------------------------------------- a schedule, flat
 
 
 def flat(schedule: Schedule) -> list[tuple[int, Op]]:
@@ -55,7 +57,7 @@ def put(schedule: Schedule, place: int, op: Op, *, waits: bool = False) -> Sched
     return rebuilt(schedule, ops, waits=waits)
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------------------------- mistakes
 
 
 def drop_wait(rng: Random, schedule: Schedule) -> Schedule | None:
@@ -98,7 +100,8 @@ def swap_ops(rng: Random, schedule: Schedule) -> Schedule | None:
     if len(places) < 2:
         return None
     ops = flat(schedule)
-    one, two = rng.sample(places, 2) if rng.random() < 0.3 else (places[k := rng.randrange(len(places) - 1)], places[k + 1])
+    first = rng.randrange(len(places) - 1)
+    one, two = rng.sample(places, 2) if rng.random() < 0.3 else places[first : first + 2]
     ops[one], ops[two] = (ops[one][0], ops[two][1]), (ops[two][0], ops[one][1])
     return rebuilt(schedule, ops, waits=rng.random() < 0.5)
 
@@ -208,8 +211,12 @@ def change_launch(rng: Random, schedule: Schedule) -> Schedule | None:
             axes = rng.choice([("replicate",), ("shard",), ("replicate", "shard")])
             op = replace(op, communicator=replace(op.communicator, axes=axes))
         case 2:
-            purpose = rng.choice(["gather", "reduce_scatter", "all_reduce"])
-            op = replace(op, communicator=Communicator(purpose, op.communicator.axes))
+            purposes: list[Literal["gather", "reduce_scatter", "all_reduce"]] = [
+                "gather",
+                "reduce_scatter",
+                "all_reduce",
+            ]
+            op = replace(op, communicator=Communicator(rng.choice(purposes), op.communicator.axes))
         case _:
             op = replace(op, reads=tuple(rng.sample(op.reads, len(op.reads))))
     return put(schedule, found[0], op)
@@ -257,7 +264,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 )
 
 
-# --------------------------------------------------------------------------------------------------------------- verdicts
+# ----------------------------------------------------------------------------------------------------------- verdicts
 
 
 @dataclass(frozen=True)

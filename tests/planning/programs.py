@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -13,17 +15,19 @@ from hpfunc._plan import Traits
 from hpfunc._policy import Policy, Release
 from hpfunc._program import Event, Program, Unit, Weight
 
-AXES = ("replicate", "shard")
+AXES: tuple[str, ...] = ("replicate", "shard")
 STEP = (Event("end_backward"), Event("end_step"))
 
 
-def weight(name: str, numel: int, mesh_sizes: dict[str, int], cut: tuple[str, ...] = ("shard",), **fields) -> Weight:
+def weight(
+    name: str, numel: int, mesh_sizes: Mapping[str, int], cut: tuple[str, ...] = ("shard",), **fields: Any
+) -> Weight:
     """Returns a float32 weight of `numel` elements, cut over some axes, whose gradient is the mean over all."""
     num_shards = math.prod(mesh_sizes[axis] for axis in cut)
     others = tuple(axis for axis in mesh_sizes if axis not in cut)
     num_replicas = math.prod(mesh_sizes[axis] for axis in others)
-    defaults = {"dtype": "float32", "shard_dtype": "float32", "reduce_dtype": "float32"}
-    defaults |= {"divisor": num_shards * num_replicas}
+    dtypes = {"dtype": "float32", "shard_dtype": "float32", "reduce_dtype": "float32"}
+    defaults: dict[str, Any] = {**dtypes, "divisor": num_shards * num_replicas}
     return Weight(
         name=name,
         block_numel=-(-numel // num_shards),
@@ -48,19 +52,19 @@ def stack(*units: tuple[Weight, ...], names: tuple[str, ...] = ()) -> Program:
     return Program(weights, tuple(listed), (*forward, *backward, *STEP))
 
 
-def layers(count: int, mesh_sizes: dict[str, int], numel: int = 4096, **fields) -> Program:
+def layers(count: int, mesh_sizes: Mapping[str, int], numel: int = 4096, **fields) -> Program:
     """Returns a step through equal layers of one weight each."""
     return stack(*((weight(f"w{index}", numel, mesh_sizes, **fields),) for index in range(count)))
 
 
-def three_units(mesh_sizes: dict[str, int]) -> Program:
+def three_units(mesh_sizes: Mapping[str, int]) -> Program:
     """Returns embed, block and head, each with one big weight and one bias."""
     names = ("embed", "block", "head")
     units = [(weight(f"{name}.w", 65536, mesh_sizes), weight(f"{name}.b", 256, mesh_sizes)) for name in names]
     return stack(*units, names=names)
 
 
-# ------------------------------------------------------------------------------------------------------------- at random
+# ---------------------------------------------------------------------------------------------------------- at random
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Case:
 def random_case(rng: Random) -> Case:
     """Returns a small case; every feature of programs occurs, each in many of them."""
     sizes = rng.choice([(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (2, 3), (4, 2), (3, 3)])
-    mesh_sizes = dict(zip(AXES, sizes, strict=True))
+    mesh_sizes: dict[str, int] = dict(zip(AXES, sizes, strict=True))
     if sizes[0] == 1 and rng.random() < 0.5:
         del mesh_sizes["replicate"]
     release: Release = rng.choice(["forward", "forward", "backward", "never"])
@@ -84,7 +88,7 @@ def random_case(rng: Random) -> Case:
     return Case(random_program(rng, mesh_sizes), mesh_sizes, policy, Traits(ordered_sums=rng.random() < 0.5))
 
 
-def random_program(rng: Random, mesh_sizes: dict[str, int]) -> Program:
+def random_program(rng: Random, mesh_sizes: Mapping[str, int]) -> Program:
     """Returns a program over a mesh."""
     weights: list[Weight] = []
     units: list[Unit] = []
@@ -101,7 +105,7 @@ def random_program(rng: Random, mesh_sizes: dict[str, int]) -> Program:
     return Program(tuple(weights), tuple(units), tuple(random_events(rng, len(units))))
 
 
-def random_weight(rng: Random, name: str, mesh_sizes: dict[str, int], usual: bool) -> Weight:
+def random_weight(rng: Random, name: str, mesh_sizes: Mapping[str, int], usual: bool) -> Weight:
     """Returns a weight, with a float32 master and little else to remark if `usual`."""
     cuts = [(), *((axis,) for axis in mesh_sizes), tuple(mesh_sizes)]
     cut = ("shard",) if usual or rng.random() < 0.5 else rng.choice(cuts)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpfunc._check import check
-from hpfunc._interpret import World, interpret, reference
+from hpfunc._interpret import interpret
 from hpfunc._plan import plan
-
+from hpfunc._reference import World, reference
 from tests.planning.programs import Case, cases
 
 

@@ -1,0 +1,46 @@
+"""Optimizers as pairs of pure functions, in optax's protocol.
+
+``init(params)`` makes a state, ``update(grads, state, params)`` returns updates and a new state, `apply_updates` adds
+them to the weights. All of it works on each rank's own parts; only `global_norm` and what stands on it communicate. An
+array that a `sharded` step owns (``donate_argnums``) is updated in place, any other is left as it is, bit for bit.
+Gradients are only read.
+"""
+
+from ._adam import AdamState as AdamState
+from ._adam import adamw as adamw
+from ._adam import scale_by_adam as scale_by_adam
+from ._norm import clip_by_global_norm as clip_by_global_norm
+from ._norm import global_norm as global_norm
+from ._optimizer import Optimizer as Optimizer
+from ._optimizer import add_decayed_weights as add_decayed_weights
+from ._optimizer import apply_updates as apply_updates
+from ._optimizer import chain as chain
+from ._optimizer import scale as scale
+from ._optimizer import scale_by_learning_rate as scale_by_learning_rate
+from ._optimizer import scale_by_schedule as scale_by_schedule
+from ._schedules import constant as constant
+from ._schedules import linear as linear
+from ._schedules import warmup_cosine as warmup_cosine
+from ._sgd import SgdState as SgdState
+from ._sgd import sgd as sgd
+
+# For autodoc, which leaves out imported names without it.
+__all__ = [
+    "AdamState",
+    "Optimizer",
+    "SgdState",
+    "adamw",
+    "add_decayed_weights",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "global_norm",
+    "linear",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "sgd",
+    "warmup_cosine",
+]

@@ -1,0 +1,127 @@
+"""Trees of weights as lists of local tensors: what every optimizer checks, takes apart and puts together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+from .. import backends
+from .._array import describe, is_sharded
+from .._errors import LeafError, SpecError, UsageError, message
+from .._tree import flatten, paths, unflatten
+from ._foreach import Foreach, foreach
+
+Tensor = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The leaves of one tree: `ShardedArray`, or plain tensors, which stand for themselves."""
+
+    name: str
+    tree: Any
+    leaves: list[Any]
+    treedef: optree.PyTreeSpec
+
+    @property
+    def locals(self) -> list[Tensor]:
+        """The local tensor of each leaf."""
+        return [leaf._value if is_sharded(leaf) else leaf for leaf in self.leaves]
+
+    def wrap(self, locals_: Sequence[Tensor]) -> Any:
+        """Returns the tree with other values."""
+        pairs = zip(self.leaves, locals_, strict=True)
+        return unflatten(self.treedef, [leaf.with_local(x) if is_sharded(leaf) else x for leaf, x in pairs])
+
+    def paths(self) -> list[str]:
+        """Returns the path of each leaf."""
+        return paths(self.tree, self.name, is_sharded)
+
+
+def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
+    """Returns the leaves of a tree, and the arithmetic for them.
+
+    Raises:
+        LeafError: a leaf is neither a `ShardedArray` nor a tensor, is not floating, or leaves belong to two frameworks.
+    """
+    leaves = Leaves(name, tree, *flatten(tree, is_sharded))
+    values = leaves.locals
+    backend = backends.of(function, values)
+    fits = [backend.is_tensor(x) and backend.is_floating(backend.dtype_name(x)) for x in values]
+    if not all(fits):
+        rows = zip(leaves.paths(), leaves.leaves, values, fits, strict=True)
+        bad = [f"{path}: {describe(x)}, {getattr(v, 'dtype', type(v).__name__)}" for path, x, v, fit in rows if not fit]
+        hint = "keep other leaves out of the tree that is optimized"
+        raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
+    return leaves, foreach(backend.name)
+
+
+def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
+    """Returns the leaves of a tree that has the structure, shapes and specs of `other`.
+
+    Raises:
+        SpecError: it has not; names every leaf at which they differ.
+    """
+    leaves = Leaves(name, tree, *flatten(tree, is_sharded))
+    hint = f"{name} and {other.name} come from the same weights; call init again after these have changed"
+    if leaves.treedef != other.treedef:
+        mine, theirs = leaves.paths(), other.paths()
+        bad = [f"only in {name}: {path.removeprefix(name)}" for path in _missing(mine, theirs, name, other.name)]
+        bad += [
+            f"only in {other.name}: {path.removeprefix(other.name)}"
+            for path in _missing(theirs, mine, other.name, name)
+        ]
+        bad = bad or [f"{name}: {leaves.treedef}", f"{other.name}: {other.treedef}"]
+        raise SpecError(message(function, f"{name} and {other.name} are different trees", bad, hint=hint))
+    if all(_kind(a) == _kind(b) for a, b in zip(leaves.leaves, other.leaves, strict=True)):
+        return leaves
+    bad = [
+        f"{path}: {describe(a)}, but in {other.name} {describe(b)}"
+        for path, a, b in zip(leaves.paths(), leaves.leaves, other.leaves, strict=True)
+        if _kind(a) != _kind(b)
+    ]
+    raise SpecError(message(function, f"{name} and {other.name} lie differently", bad, hint=hint))
+
+
+def _missing(these: list[str], those: list[str], name: str, other: str) -> list[str]:
+    there = {path.removeprefix(other) for path in those}
+    return [path for path in these if path.removeprefix(name) not in there]
+
+
+def _kind(leaf: Any) -> object:
+    return (leaf.shape, leaf.spec, leaf.mesh) if is_sharded(leaf) else tuple(getattr(leaf, "shape", ()))
+
+
+def needed(function: str, params: Any, why: str) -> Any:
+    """Returns `params`.
+
+    Raises:
+        UsageError: they were not given.
+    """
+    if params is None:
+        rule = f"update needs params, because {why}"
+        raise UsageError(message(function, rule, hint="optimizer.update(grads, state, params)"))
+    return params
+
+
+def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
+    """Returns tensors with the values of the leaves that may be written to.
+
+    They are copies, but of donated arrays the memory itself, and the arrays are consumed. An array that stands at two
+    places of the tree is copied for each.
+    """
+    values = leaves.locals
+    seen = Counter(id(leaf._owner) for leaf in leaves.leaves if is_sharded(leaf))
+    kept = [is_sharded(x) and x.is_donated and seen[id(x._owner)] == 1 for x in leaves.leaves]
+    copies = iter(ops.copy([value for value, keep in zip(values, kept, strict=True) if not keep]))
+    pairs = zip(leaves.leaves, kept, strict=True)
+    return [leaf._consume(function) if keep else next(copies) for leaf, keep in pairs]
+
+
+def pick(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Returns the items at these places."""
+    return [items[place] for place in places]

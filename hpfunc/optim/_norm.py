@@ -1,0 +1,104 @@
+"""The norm of a whole tree of sharded arrays, each element counted once, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from .._array import describe, is_sharded
+from .._errors import SpecError, message
+from .._mesh import Mesh
+from .._named import psum
+from ._leaves import Leaves, leaves_of
+from ._optimizer import Optimizer, scaled_tree
+from ._schedules import check_number
+
+Tensor = Any
+
+
+def global_norm(tree: Any) -> Tensor:
+    """Returns the Euclidean norm of all elements of a tree, the same on all ranks.
+
+    Parts are summed over the axes that cut their array and over no other, so that copies of a part count once. NaN
+    and infinity anywhere reach every rank.
+
+    Args:
+        tree: pytree of `ShardedArray` (or plain tensors, taken to be the same on all ranks).
+
+    Returns:
+        A 0-d tensor, float64 if a leaf is, else float32; 0.0 for a tree without leaves.
+
+    Raises:
+        LeafError: a leaf is no floating array.
+        SpecError: an array still is a partial sum.
+
+    Communication: one all-reduce of one number for each set of axes that cut arrays of the tree.
+
+    >>> import torch
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> hpfunc.optim.global_norm(hpfunc.shard({"w": torch.tensor([3.0, 4.0])}, mesh, hpfunc.P("shard")))
+    tensor(5.)
+    """
+    norm = _norm("hpfunc.optim.global_norm", tree)
+    return 0.0 if norm is None else norm
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """Returns the optimizer that scales all gradients by one factor so that their global norm is at most `max_norm`.
+
+    A norm of NaN makes all gradients NaN, on all ranks.
+
+    Args:
+        max_norm: a number >= 0.
+
+    Raises:
+        PolicyError: `max_norm` is negative.
+        SpecError, LeafError: as `global_norm`.
+
+    Communication: as `global_norm`.
+
+    >>> import torch
+    >>> hpfunc.optim.clip_by_global_norm(1.0).update(torch.tensor([3.0, 4.0]), ())[0]
+    tensor([0.6000, 0.8000])
+    """
+    name = "hpfunc.optim.clip_by_global_norm"
+    check_number(name, "max_norm", max_norm)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = _norm(name, grads)
+        if norm is None:
+            return grads, state
+        factor = (max_norm / norm).clamp(max=1.0)  # max_norm / 0 is infinite: a gradient of zeros stays one
+        return scaled_tree(name, grads, factor), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def _norm(function: str, tree: Any) -> Tensor | None:
+    leaves, ops = leaves_of(function, "tree", tree)
+    _refuse_partial_sums(function, leaves)
+    parts: dict[tuple[Mesh | None, tuple[str, ...]], list[Tensor]] = defaultdict(list)
+    for leaf, value in zip(leaves.leaves, leaves.locals, strict=True):
+        parts[_cut(leaf)].append(value)
+    sums = [_reduced(ops.sum_of_squares(values), *place) for place, values in parts.items()]
+    return sum(sums[1:], start=sums[0]) ** 0.5 if sums else None
+
+
+def _cut(leaf: Any) -> tuple[Mesh | None, tuple[str, ...]]:
+    if not is_sharded(leaf):
+        return None, ()
+    return leaf.mesh, leaf.mesh.sort(axis for axis in leaf.spec.axes if leaf.mesh.axis_size(axis) > 1)
+
+
+def _reduced(total: Tensor, mesh: Mesh | None, axes: Sequence[str]) -> Tensor:
+    return psum(total, tuple(axes), mesh=mesh) if axes else total
+
+
+def _refuse_partial_sums(function: str, leaves: Leaves) -> None:
+    partial = [is_sharded(leaf) and bool(leaf.spec.unreduced) for leaf in leaves.leaves]
+    if any(partial):
+        pairs = zip(leaves.paths(), leaves.leaves, partial, strict=True)
+        bad = [f"{path}: {describe(leaf)}" for path, leaf, is_partial in pairs if is_partial]
+        hint = "finish them with hpfunc.reduce first"
+        raise SpecError(message(function, "arrays still are partial sums, which have no norm", bad, hint=hint))

@@ -1,0 +1,203 @@
+"""`Optimizer`, how optimizers are put together, and the parts that need little state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .._array import is_sharded
+from .._errors import LeafError, message
+from .._tree import broadcast_prefix
+from ._leaves import Leaves, leaves_of, like, needed, pick, writable
+from ._schedules import LearningRate, as_schedule, check_number
+
+Params = Any
+State = Any
+Updates = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A pair of pure functions. Write your own by giving these two.
+
+    Attributes:
+        init: ``init(params)`` returns the state to begin with, a pytree; its arrays are cut like the weights.
+        update: ``update(grads, state, params=None)`` returns ``(updates, state)``. It reads gradients and
+            weights; arrays of the state that the step owns (``donate_argnums``) are updated in place and
+            consumed. The updates are what `apply_updates` adds to the weights.
+
+    >>> descend = hpfunc.optim.Optimizer(lambda params: (), lambda grads, state, params=None: (grads, state))
+    >>> hpfunc.optim.chain(descend, hpfunc.optim.scale(-0.1)).init({})
+    ((), ())
+    """
+
+    init: Callable[[Params], State]
+    update: Callable[..., tuple[Updates, State]]
+
+
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """Returns ``params + updates``, leaf by leaf, in the dtypes of `params`.
+
+    Args:
+        params: pytree of `ShardedArray` (or plain tensors). Arrays that the step owns are updated in place
+            and consumed.
+        updates: the same tree, as an optimizer's `update` returns it.
+
+    Raises:
+        SpecError: trees, shapes or specs differ.
+        LeafError: a leaf is no floating array.
+
+    Communication: none.
+
+    >>> import torch
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> w = hpfunc.shard(torch.ones(2), mesh, hpfunc.P("shard"))
+    >>> hpfunc.optim.apply_updates(w, w).local
+    tensor([2., 2.])
+    """
+    name = "hpfunc.apply_updates"
+    weights, ops = leaves_of(name, "params", params)
+    changes = like(name, "updates", updates, weights).locals
+    values = writable(name, weights, ops)
+    for places in ops.groups(values):
+        ops.add_(pick(values, places), pick(changes, places))
+    return weights.wrap(values)
+
+
+def chain(*optimizers: Optimizer) -> Optimizer:
+    """Returns the optimizer that gives the updates of each one to the next. Its state is a tuple of theirs.
+
+    Raises:
+        LeafError: an argument is no `Optimizer`.
+
+    >>> clipped = hpfunc.optim.chain(hpfunc.optim.clip_by_global_norm(1.0), hpfunc.optim.sgd(0.1))
+    >>> clipped.init({})
+    ((), SgdState(step=0, momentum=None))
+    """
+    bad = [f"argument {i}: {type(x).__name__}" for i, x in enumerate(optimizers) if not isinstance(x, Optimizer)]
+    if bad:
+        raise LeafError(message("hpfunc.optim.chain", "an argument is no Optimizer", bad))
+
+    def init(params: Params) -> State:
+        return tuple(optimizer.init(params) for optimizer in optimizers)
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        if not isinstance(state, tuple) or len(state) != len(optimizers):
+            rule = f"the state is no tuple of {len(optimizers)} states"
+            raise LeafError(message("hpfunc.optim.chain", rule, hint="take it from init, or from the last update"))
+        kept = []
+        for optimizer, part in zip(optimizers, state, strict=True):
+            grads, new_part = optimizer.update(grads, part, params)
+            kept.append(new_part)
+        return grads, tuple(kept)
+
+    return Optimizer(init, update)
+
+
+def scale(factor: float) -> Optimizer:
+    """Returns the optimizer that multiplies by a number.
+
+    >>> import torch
+    >>> hpfunc.optim.scale(-0.5).update(torch.ones(2), ())[0]
+    tensor([-0.5000, -0.5000])
+    """
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        return scaled_tree("hpfunc.optim.scale", grads, factor), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def scale_by_schedule(schedule: Callable[[int], float]) -> Optimizer:
+    """Returns the optimizer that multiplies by ``schedule(step)``. Its state is the step, an int; the first is 0.
+
+    >>> import torch
+    >>> halving = hpfunc.optim.scale_by_schedule(lambda step: 0.5**step)
+    >>> halving.update(torch.ones(2), 1)
+    (tensor([0.5000, 0.5000]), 2)
+    """
+
+    def update(grads: Updates, step: int, params: Params = None) -> tuple[Updates, int]:
+        return scaled_tree("hpfunc.optim.scale_by_schedule", grads, float(schedule(step))), step + 1
+
+    return Optimizer(lambda params: 0, update)
+
+
+def scale_by_learning_rate(learning_rate: LearningRate) -> Optimizer:
+    """Returns the optimizer that multiplies by minus the learning rate: the last one of a chain.
+
+    Args:
+        learning_rate: a number, or a function of the step.
+
+    Raises:
+        PolicyError: the learning rate is neither a number >= 0 nor a function.
+
+    >>> import torch
+    >>> hpfunc.optim.scale_by_learning_rate(0.5).update(torch.ones(2), 0)
+    (tensor([-0.5000, -0.5000]), 1)
+    """
+    schedule = as_schedule("hpfunc.optim.scale_by_learning_rate", learning_rate)
+    return scale_by_schedule(lambda step: -schedule(step))
+
+
+def add_decayed_weights(weight_decay: float, mask: Any = None) -> Optimizer:
+    """Returns the optimizer that adds ``weight_decay * params``.
+
+    Args:
+        weight_decay: a number >= 0.
+        mask: which weights: None for all, a tree prefix of bools, or a function from params to one.
+
+    Raises:
+        PolicyError: `weight_decay` is negative.
+        UsageError: `update` is called without params.
+
+    >>> import torch
+    >>> hpfunc.optim.add_decayed_weights(0.1).update(torch.zeros(2), (), torch.ones(2))[0]
+    tensor([0.1000, 0.1000])
+    """
+    name = "hpfunc.optim.add_decayed_weights"
+    check_number(name, "weight_decay", weight_decay)
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        gradients, ops = leaves_of(name, "grads", grads)
+        weights = like(name, "params", needed(name, params, "it adds weights"), gradients)
+        decays, values, changes = decays_of(name, weight_decay, mask, weights), weights.locals, gradients.locals
+        for places in ops.groups(values):
+            added = ops.scaled(pick(values, places), pick(decays, places))
+            ops.add_(added, pick(changes, places))
+            for place, value in zip(places, added, strict=True):
+                changes[place] = value
+        return gradients.wrap(changes), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def decays_of(function: str, weight_decay: float, mask: Any, weights: Leaves) -> list[float]:
+    """Returns the weight decay of each leaf.
+
+    Raises:
+        SpecError: the mask is no tree prefix of the weights.
+    """
+    if mask is None:
+        return [float(weight_decay)] * len(weights.leaves)
+    tree = mask(weights.tree) if callable(mask) else mask
+    found = broadcast_prefix(
+        function,
+        tree,
+        weights.tree,
+        argument="mask",
+        name="params",
+        is_prefix_leaf=lambda x: isinstance(x, bool),
+        is_leaf=is_sharded,
+    )
+    return [float(weight_decay) if chosen else 0.0 for chosen, _ in found]
+
+
+def scaled_tree(function: str, grads: Updates, factor: Any) -> Updates:
+    gradients, ops = leaves_of(function, "grads", grads)
+    values = gradients.locals
+    for places in ops.groups(values):
+        for place, value in zip(places, ops.scaled(pick(values, places), factor), strict=True):
+            values[place] = value
+    return gradients.wrap(values)

@@ -1,0 +1,94 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .._errors import LeafError, PolicyError, message
+from ._foreach import Foreach
+from ._leaves import leaves_of, like, needed, pick, writable
+from ._optimizer import Optimizer
+from ._schedules import LearningRate, as_schedule, check_number
+
+Tensor = Any
+_NAME = "hpfunc.optim.sgd"
+
+
+class SgdState(NamedTuple):
+    """State of `sgd`.
+
+    Attributes:
+        step: number of updates so far, an int.
+        momentum: running sum of the gradients, cut like the weights; None without momentum.
+    """
+
+    step: int
+    momentum: Any
+
+
+def sgd(
+    learning_rate: LearningRate, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0
+) -> Optimizer:
+    """Returns stochastic gradient descent, with the formulas of ``torch.optim.SGD``.
+
+    Args:
+        learning_rate: a number, or a function of the step.
+        momentum: factor of the running sum of gradients; 0 keeps none.
+        nesterov: look ahead by one step of momentum.
+        weight_decay: adds this times the weight to its gradient.
+
+    Raises:
+        PolicyError: a hyperparameter is out of its range.
+        UsageError: `update` is called without params, and there is a weight decay.
+
+    Communication: none.
+
+    >>> import torch
+    >>> optimizer = hpfunc.optim.sgd(0.5, momentum=0.9)
+    >>> updates, state = optimizer.update(torch.ones(2), optimizer.init(torch.zeros(2)))
+    >>> updates, state
+    (tensor([-0.5000, -0.5000]), SgdState(step=1, momentum=tensor([1., 1.])))
+    """
+    schedule = as_schedule(_NAME, learning_rate)
+    _check(momentum, nesterov, weight_decay)
+
+    def init(params: Any) -> SgdState:
+        weights, ops = leaves_of(_NAME, "params", params)
+        return SgdState(0, weights.wrap(ops.zeros(weights.locals)) if momentum else None)
+
+    def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
+        gradients, ops = leaves_of(_NAME, "grads", grads)
+        if not isinstance(state, SgdState):
+            hint = "take it from init, or from the last update"
+            raise LeafError(message(_NAME, f"the state is no SgdState but {type(state).__name__}", hint=hint))
+        changes, weights, sums = gradients.locals, [], []
+        if weight_decay:
+            weights = like(_NAME, "params", needed(_NAME, params, "weight_decay is not 0"), gradients).locals
+        step_size = -float(schedule(state.step))
+        if momentum:
+            sums = writable(_NAME, like(_NAME, "state.momentum", state.momentum, gradients), ops)
+        for places in ops.groups(changes):
+            step = pick(changes, places)
+            if weight_decay:
+                step = ops.added(step, pick(weights, places), weight_decay)
+            if momentum:
+                step = _accumulate(ops, pick(sums, places), step, momentum, nesterov)
+            for place, value in zip(places, ops.scaled(step, step_size), strict=True):
+                changes[place] = value
+        kept = gradients.wrap(sums) if momentum else None
+        return gradients.wrap(changes), SgdState(state.step + 1, kept)
+
+    return Optimizer(init, update)
+
+
+def _accumulate(ops: Foreach, sums: list[Tensor], step: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
+    ops.scale_(sums, momentum)
+    ops.add_(sums, step)
+    return ops.added(step, sums, momentum) if nesterov else sums
+
+
+def _check(momentum: float, nesterov: bool, weight_decay: float) -> None:
+    check_number(_NAME, "momentum", momentum)
+    check_number(_NAME, "weight_decay", weight_decay)
+    if nesterov and not momentum:
+        raise PolicyError(message(_NAME, "nesterov needs a momentum above 0", hint="sgd(0.1, momentum=0.9)"))
