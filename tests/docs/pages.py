@@ -5,8 +5,8 @@ The ``python`` blocks of a page are one program. Two comments, which readers do 
     <!-- ranks: 4 -->     anywhere: the page runs on 4 processes, started by torchrun; without it, on one
     <!-- prints -->       before a ``text`` block: it is exactly what the Python block above it prints
 
-``python -m tests.docs.pages PAGE...`` runs pages as one rank, one after another; with ``--update`` it writes what the blocks
-print into them.
+``python -m tests.docs.pages PAGE...`` runs pages on this rank, one after another; with ``--update`` it writes what the
+blocks print into them.
 """
 
 from __future__ import annotations

@@ -48,6 +48,13 @@ def test_cut_is_a_slice(content: Content, start: int, stop: int) -> None:
     assert elements(cut(join([content]), start, stop)) == elements(content)[start:stop]
 
 
+@given(contents(), st.integers(1, 5))
+def test_split_cuts_equal_parts(content: Content, parts: int) -> None:
+    joined = join([content] * parts)
+    numel = len(elements(content))
+    assert split(joined, parts) == [cut(joined, rank * numel, (rank + 1) * numel) for rank in range(parts)]
+
+
 def gradient(rank: int, source: int | None = None) -> Grad:
     sent = None if source is None else (AXES, source)
     return Grad(0, rank, ("float32",), ((0, 0),), source=sent)
