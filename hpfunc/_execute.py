@@ -130,38 +130,21 @@ class Planned:
 
     def leave(self) -> None:
         """Finishes reductions that have begun, drops all else, and hands unreduced gradients to the session."""
-        written = self._unfinished_writes()
+        stuck: set[int] = set()  # buffers that an op would have to touch before, which is not to come any more
         for i, op in enumerate(self.prepared.ops):
-            if self.issued[i] or isinstance(op, Compute) or self._is_gather(op):
+            if self.issued[i]:
                 continue
             touched = {region.buffer for region in _regions(op)}
-            if (
-                all(self.buffers[b] is not None or b in written["new"] for b in touched)
-                and not touched & written["late"]
-            ):
-                self._issue(i)
-                written["new"] |= {r.buffer for r in getattr(op, "writes", ())}
+            if isinstance(op, Compute) or op.stream == "gather" or touched & stuck:
+                stuck |= touched
             else:
-                written["late"] |= {r.buffer for r in getattr(op, "writes", ())}
-        for i, pending in enumerate(self.pending):
-            if pending is not None:
-                self._wait(i)
+                self._issue(i)
+        for i in range(len(self.pending)):
+            self._wait(i)
         for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):
             if buffer.kind == "gradient" and tensor is not None and buffer.weight is not None:
                 self.session.accumulated[buffer.weight] = tensor
         self.buffers = [None] * len(self.buffers)
-
-    def _unfinished_writes(self) -> dict[str, set[int]]:
-        late = {
-            region.buffer
-            for i, op in enumerate(self.prepared.ops)
-            if isinstance(op, Compute) and not self.issued[i]
-            for region in op.writes
-        }
-        return {"new": set(), "late": late}
-
-    def _is_gather(self, op: Op) -> bool:
-        return op.stream == "gather"
 
     # --- slots ------------------------------------------------------------------------------------------------------
     def _begin(self, event: int) -> None:

@@ -48,7 +48,10 @@ def layers(count: int, width: int = D) -> list[Any]:
     ]
 
 
-def chain(params: Any, x: torch.Tensor, call: Callable[..., Any] = hp.unit(layer)) -> torch.Tensor:
+layer_unit = hp.unit(layer)
+
+
+def chain(params: Any, x: torch.Tensor, call: Callable[..., Any] = layer_unit) -> torch.Tensor:
     for p in params:
         x = call(p, x)
     return x.square().mean()
@@ -73,9 +76,9 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in ("copy_", "cat", "clone", "contiguous", "_to_copy", "stack") and isinstance(out, torch.Tensor):
-            if out.numel() >= self.numel:
-                self.found.append(f"{name} of {tuple(out.shape)}")
+        is_copy = name in ("copy_", "cat", "clone", "contiguous", "_to_copy", "stack")
+        if is_copy and isinstance(out, torch.Tensor) and out.numel() >= self.numel:
+            self.found.append(f"{name} of {tuple(out.shape)}")
         return out
 
 
@@ -84,7 +87,7 @@ def copies(rank: int, spec: hp.P, pack_below_bytes: float) -> list[str]:
     params = hp.shard([{"w": p["w"], "v": p["w"]} for p in layers(3)], mesh, spec)
     unit = hp.unit(lambda p, x: torch.tanh(F.linear(F.linear(x, p["w"]), p["v"])), name="matrices")
     policy = hp.Policy(pack_below_bytes=pack_below_bytes)
-    run = hp.sharded(lambda p, x: hp.value_and_grad(lambda p, x: chain(p, x, unit))(p, x), mesh, policy=policy)
+    run = hp.sharded(hp.value_and_grad(lambda p, x: chain(p, x, unit)), mesh, policy=policy)
     run(params, data(rank))
     with Copies(D * D // 2) as found:
         run(params, data(rank))
@@ -158,7 +161,7 @@ def whole_units(rank: int, policy: hp.Policy) -> list[int]:
         return x.sum()
 
     numerics = hp.Numerics(reduce_dtype="float64")  # so that no other buffer looks like a whole weight
-    run = hp.sharded(lambda p: hp.value_and_grad(loss, numerics=numerics)(p), mesh, policy=policy)
+    run = hp.sharded(hp.value_and_grad(loss, numerics=numerics), mesh, policy=policy)
     run(params)
     live: dict[StorageWeakRef, int] = {}
     counts: list[int] = []
@@ -293,6 +296,40 @@ def test_a_step_that_changes_goes_on_and_is_planned_anew(pool: Callable[[int], P
         assert [planned for planned, _, _ in results] == [False, True, False, True, False, False, False]
         for _, got, want in results:
             assert_same_bits(got, want)
+
+
+def leaving_in_backward(rank: int) -> tuple[list[bool], list[torch.Tensor], list[torch.Tensor]]:
+    """In the third call a hook sums a gradient over ranks in the middle of the backward: no plan knew of that."""
+    mesh = mesh_of((3, 1), ("replicate", "shard"))
+    params = hp.shard(layers(4), mesh, P("shard"))
+    is_hooked = [False]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        x = chain_to(params[:2], x)
+        if is_hooked[0]:
+            x.register_hook(lambda g: g + 0 * hp.psum(g, "shard", mesh=mesh) + 0 * hp.psum(g, "replicate", mesh=mesh))
+        return chain(params[2:], x)
+
+    run = hp.sharded(hp.value_and_grad(loss), mesh, debug=True, policy=hp.Policy(pack_below_bytes=0))
+    followed = []
+    for is_hooked[0] in (False, False, True, True):
+        _, grads = run(params, data(rank))
+        followed.append(run.followed_plan)
+        if followed[-1:] == [False]:
+            left = local_leaves(grads)
+    return followed, left, local_leaves(step(params, data(rank))[1])
+
+
+def chain_to(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params:
+        x = layer_unit(p, x)
+    return x
+
+
+def test_a_plan_can_be_left_in_the_middle_of_the_backward(pool: Callable[[int], Pool]) -> None:
+    for followed, got, want in pool(3).run(leaving_in_backward):
+        assert followed == [False, True, False, True]
+        assert_same_bits(got, want)
 
 
 def checkpointed(rank: int, planned: bool, per_call: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -128,3 +128,47 @@ def test_low_precision_reduction_shows(pool: Callable[[int], Pool]) -> None:
     assert not torch.equal(grads[0], grads[1])
     assert not torch.equal(grads[1], grads[2])
     assert torch.allclose(grads[0], grads[2], rtol=0.1, atol=0.02)
+
+
+def tensor_parallel(rank: int, policy: hp.Policy | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A two-layer block cut over "tp" as well: the first matrix by rows, the second by columns, summed in the unit."""
+    mesh = mesh_of((2, 2), ("shard", "tp"), ("shard",))
+    generator = torch.Generator().manual_seed(3)
+    weights = [
+        {name: torch.randn(8, 8, generator=generator, dtype=torch.float64) / 3 for name in ("up", "down")}
+        for _ in range(3)
+    ]
+    specs = {"up": hp.P(("tp", "shard")), "down": hp.P("shard", "tp")}
+    params = hp.shard(weights, mesh, [specs] * 3)
+
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + hp.psum(torch.tanh(hp.pvary(x, "tp") @ p["up"].T) @ p["down"].T, "tp")
+
+    unit = hp.unit(block)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params:
+            x = unit(p, x)
+        return x.square().mean()
+
+    def dense(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params:
+            x = x + torch.tanh(x @ p["up"].T) @ p["down"].T
+        return x.square().mean()
+
+    batches = torch.randn(2, 4, 8, generator=generator, dtype=torch.float64)
+    run = hp.value_and_grad(loss) if policy is None else hp.sharded(hp.value_and_grad(loss), mesh, policy=policy)
+    for _ in range(2):
+        with hp.use_mesh(mesh):
+            _, grads = run(params, batches[mesh.axis_index("shard")])
+    leaves, treedef = optree.tree_flatten(weights)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    tree = optree.tree_unflatten(treedef, leaves)
+    total = torch.stack([dense(tree, batch) for batch in batches]).mean()
+    return optree.tree_leaves(hp.unshard(grads, mesh.axis_names)), list(torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.parametrize("policy", [None, hp.Policy(), hp.Policy(prefetch=2, pack_below_bytes=float("inf"))])
+def test_an_axis_that_holds_no_data_stays_cut(pool: Callable[[int], Pool], policy: hp.Policy | None) -> None:
+    for got, want in pool(4).run(tensor_parallel, policy):
+        assert_close(got, want, 1e-12)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 NUM_BYTES = 256
 HEAD_DIM = 32
+LOOK_BACK = 4  # each position begins with its own byte and the three before it
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ def init(config: Config) -> dict[str, Any]:
         return {"attention": attention, "mlp": mlp}
 
     return {
-        "embed": {"byte": matrix(NUM_BYTES, dim), "place": matrix(config.context, dim)},
+        "embed": {
+            "byte": matrix(NUM_BYTES, dim),
+            "place": matrix(config.context, dim),
+            **{f"{back} back": matrix(NUM_BYTES, dim) for back in range(1, LOOK_BACK)},
+        },
         "layers": [layer() for _ in range(config.num_layers)],
         "head": {"norm": norm(), "output": matrix(NUM_BYTES, dim, 0.1)},
     }
@@ -67,7 +72,10 @@ def _norm(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 def embed(weights: dict[str, Any], inputs: torch.Tensor) -> torch.Tensor:
     """(batch, length) to (batch, length, dim)."""
-    return F.embedding(inputs, weights["byte"]) + weights["place"][: inputs.shape[1]]
+    x = weights["place"][: inputs.shape[1]] + F.embedding(inputs, weights["byte"])
+    for back in range(1, LOOK_BACK):
+        x = x + F.embedding(F.pad(inputs, (back, 0))[:, :-back], weights[f"{back} back"])
+    return x
 
 
 def block(weights: dict[str, Any], x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from .._errors import LeafError, MeshError, message
 from ._base import Backend as Backend
 from ._base import Counters as Counters
 
-_MODULES = {"torch": "_torch"}
+_MODULES = {"torch": "_torch", "torch_npu": "_torch_npu"}
 
 
 @cache
