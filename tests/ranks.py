@@ -50,6 +50,10 @@ class RankError(AssertionError):
     """Ranks of a pool failed, hung or died. The text has what each of them said last."""
 
 
+# Ranks inherit these modules. The last one is imported, slowly, by the first jvp.
+PRELOAD = ["torch", "torch.distributed", "hpfunc", "hypothesis", "torch._decomp.decompositions_for_jvp"]
+
+
 def pool(size: int) -> Pool:
     """Returns the session's pool of this many ranks. It starts on its first `run`."""
     return _pool(size)
@@ -153,9 +157,7 @@ def _context() -> Any:
     if root not in sys.path:
         sys.path.insert(0, root)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._subclasses.fake_tensor", "hpfunc", "hypothesis"]
-    )
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 
@@ -167,6 +169,7 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own use, on the first jvp
     _join(rank, size, directory)
     while True:
         try:

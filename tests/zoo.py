@@ -64,7 +64,8 @@ def trees(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor: NaN equals itself, and zero is not minus zero."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = x.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
 
 
 def assert_same(got: Any, want: Any) -> None:

@@ -23,6 +23,7 @@ GRIDS = [
     Grid((2, 2), ("replicate", "shard"), ("replicate", "shard")),
 ]
 Tensor = torch.Tensor
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, on the first jvp
 
 
 def random(shape: tuple[int, ...], seed: int) -> Tensor:
