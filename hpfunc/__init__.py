@@ -7,10 +7,7 @@ checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 from . import optim as optim
 from ._array import ShardedArray as ShardedArray
 from ._arrays import init as init
-from ._arrays import reduce as reduce
-from ._arrays import reshard as reshard
 from ._arrays import shard as shard
-from ._arrays import unshard as unshard
 from ._check import check as check
 from ._errors import AgreementError as AgreementError
 from ._errors import DonatedError as DonatedError
@@ -51,6 +48,9 @@ from ._sharded import sharded as sharded
 from ._timeline import Timeline as Timeline
 from ._timeline import record_timeline as record_timeline
 from ._unit import unit as unit
+from ._whole import reduce as reduce
+from ._whole import reshard as reshard
+from ._whole import unshard as unshard
 from ._world import make_mesh as make_mesh
 from ._world import use_mesh as use_mesh
 from .optim import apply_updates as apply_updates

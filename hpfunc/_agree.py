@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from . import backends
-from ._errors import AgreementError, PeerError, message
+from ._errors import AgreementError, HpfuncError, PeerError, message
 from ._mesh import Mesh
 
 GRACE_S = 2.0
@@ -87,7 +87,8 @@ class Control:
         return found
 
     def begin_step(self) -> None:
-        """Counts a step."""
+        """Counts a step. After a failure it begins with new groups: a planned step does not come by `agree`."""
+        self._recover()
         self.step += 1
         self.position = 0
 
@@ -115,16 +116,29 @@ class Control:
             PeerError: another rank failed, or did not come within the timeout.
             AgreementError: another rank left the plan at a point that this rank has passed on it.
         """
+        try:
+            self._look(label, elapsed_s)
+        except HpfuncError as error:
+            self.fail(error)  # what this rank waited for is left half done
+            raise
+
+    def _look(self, label: str, elapsed_s: float) -> None:
         notes = self.notes()
+        self._look_for_failures(label, notes)
         for rank, (kind, step, position, text) in notes.items():
-            if kind == "failed":
-                raise PeerError(self._failed(label, rank, text))
             if kind == "left" and self.left != (step, position) and (step, position) <= (self.step, self.position):
                 rule = "ranks run different programs"
                 leaves = [f"rank {rank}: {text}", f"rank {self.rank}: went on with its plan, and waits for {label!r}"]
                 raise AgreementError(message("hpfunc.sharded", rule, leaves))
         if elapsed_s > self.timeout_s:
             self._give_up(label, elapsed_s)
+
+    def _look_for_failures(self, label: str, notes: dict[int, tuple[str, int, int, str]]) -> None:
+        failed = {rank: text for rank, (kind, _, _, text) in notes.items() if kind == "failed"}
+        # A rank that ended because of another one is no cause; there is one only if somebody else failed too.
+        first = sorted(failed, key=lambda rank: (failed[rank].startswith(PeerError.__name__), rank))
+        if first:
+            raise PeerError(self._failed(label, first[0], failed[first[0]]))
 
     def _failed(self, label: str, rank: int, text: str) -> str:
         return message(
@@ -135,9 +149,7 @@ class Control:
         self.note("waiting", label)
         time.sleep(GRACE_S)
         notes = self.notes()
-        for rank, (kind, _, _, text) in notes.items():
-            if kind == "failed":
-                raise PeerError(self._failed(label, rank, text))
+        self._look_for_failures(label, notes)
         silent = [rank for rank in self.ranks if rank != self.rank and rank not in notes]
         leaves = [f"rank {self.rank}: waits for {label!r}"]
         leaves += [f"rank {rank}: {kind} {text!r}" for rank, (kind, _, _, text) in notes.items()]
@@ -151,9 +163,8 @@ def _difference(where: str, ranks: tuple[int, ...], texts: list[str]) -> str:
     failed = [i for i, text in enumerate(texts) if text.startswith("error: ")]
     if failed:
         first = failed[0]
-        return message(
-            where, f"rank {ranks[first]} refuses to go on", texts[first].removeprefix("error: ").splitlines()
-        )
+        lines = [line for line in texts[first].removeprefix("error: ").splitlines() if line]
+        return message(where, f"rank {ranks[first]} refuses to go on", lines)
     other = next(i for i, text in enumerate(texts) if text != texts[0])
     mine, theirs = texts[0].splitlines(), texts[other].splitlines()
     place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
@@ -162,7 +162,7 @@ def unflatten_array(metadata: tuple[Shape, PartitionSpec, Mesh], children: Any) 
     return ShardedArray(local, *metadata)
 
 
-optree.register_pytree_node(
+cast(Any, optree.register_pytree_node)(  # its types ask for a Collection
     ShardedArray,
     lambda array: (*flatten_array(array), ("local",)),
     unflatten_array,

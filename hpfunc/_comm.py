@@ -24,7 +24,8 @@ class Comm:
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], purpose: Purpose) -> None:
-        self.mesh, self.axes, self.purpose = mesh, axes, purpose
+        self.mesh, self.axes = mesh, axes
+        self.purpose: Purpose = purpose
         self.size = mesh.axis_size(axes)
         self.index = mesh.axis_index(axes)
         self.backend = backends.get(mesh.framework)

@@ -9,58 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import optree
 
 from . import backends
-from ._agree import control
 from ._comm import Comm, comm
 from ._errors import LeafError, MeshError, UsageError, message
 from ._mesh import AxisNames, Mesh
-from ._run import current_session
+from ._pin import pinned, refusing_together
 from ._world import current_mesh
 
 Tensor = Any
+Map = Callable[[Tensor], Tensor]
+Maps = tuple[Map, Map | None]  # a linear map and its transpose
 mean_axes: ContextVar[frozenset[str]] = ContextVar("hpfunc_mean_axes", default=frozenset())
 
 
-def _channel(function: str, axis_name: AxisNames, mesh: Mesh | None) -> Comm:
+def _apply(
+    function: str, tree: Any, axis_name: AxisNames, mesh: Mesh | None, maps: Callable[[Comm, Tensor], Maps]
+) -> Any:
+    """Applies to each leaf the linear map that `maps` gives for it. Every leaf is checked before anything is sent."""
     mesh = current_mesh(function, mesh)
-    return comm(mesh, mesh.check_axes(function, axis_name), "user")
+    with refusing_together(function, mesh):
+        channel = comm(mesh, mesh.check_axes(function, axis_name), "user")
+        leaves, treedef = optree.tree_flatten(tree)
+        backend = backends.of(function, leaves)
+        bad = [repr(leaf) for leaf in leaves if not backend.is_tensor(leaf)]
+        if bad:
+            hint = "collectives take tensors; inside a step use `hpfunc.unshard` or `.local` for a ShardedArray"
+            raise LeafError(message(function, "a leaf is no tensor", bad, hint=hint))
+        found = [maps(channel, leaf) for leaf in leaves]
+    results = [backend.linear(*pair, leaf) for pair, leaf in zip(found, leaves, strict=True)]
+    return optree.tree_unflatten(treedef, results)
 
 
-def _each(function: str, tree: Any, apply: Callable[[Tensor], Tensor]) -> Any:
-    leaves = optree.tree_leaves(tree)
-    backend = backends.of(function, leaves)
-    bad = [repr(leaf) for leaf in leaves if not backend.is_tensor(leaf)]
-    if bad:
-        hint = "collectives take tensors; inside a step use `hpfunc.unshard` or `.local` for a ShardedArray"
-        raise LeafError(message(function, "a leaf is no tensor", bad, hint=hint))
-    return optree.tree_map(apply, tree)
-
-
-def _refuse_in_mean(function: str, channel: Comm, tensors: Sequence[Tensor]) -> None:
+def _refuse_in_mean(function: str, channel: Comm, tensor: Tensor) -> None:
     axes = [axis for axis in channel.axes if axis in mean_axes.get()]
-    if axes and channel.backend.is_transformed(tensors):
+    if axes and channel.backend.is_transformed([tensor]):
         rule = f"a differentiated function reduces over the data axis {axes[0]!r}, over which its gradient is a mean"
         hint = "return each rank's own loss, and reduce it after value_and_grad; or use Numerics(reduce_op='sum')"
         raise UsageError(message(function, rule, mesh=channel.mesh, hint=hint))
 
 
-def _pinned(kind: str, channel: Comm, work: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Returns `work`, pinned in the program of the step, or else compared with the ranks that take part."""
-    session = current_session()
-
-    def run(tensor: Tensor) -> Tensor:
-        facts = f"{kind} over {channel.axes}: shape {tuple(tensor.shape)}, {channel.backend.dtype_name(tensor)}"
-        if channel.size > 1 and session is not None:
-            session.pin(facts)
-        elif channel.size > 1 and not channel.backend.is_abstract(tensor):
-            control(channel.mesh, channel.axes).agree(f"hpfunc.{kind}", lambda: facts)
-        return work(tensor)
-
-    return run
+def _pinned(kind: str, channel: Comm, work: Map) -> Map:
+    return pinned(kind, channel.axes, channel.mesh, work)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -86,10 +80,12 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     >>> psum(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
-    channel = _channel("hpfunc.psum", axis_name, mesh)
-    _refuse_in_mean("hpfunc.psum", channel, [leaf for leaf in optree.tree_leaves(x) if channel.backend.is_tensor(leaf)])
-    total = _pinned("psum", channel, channel.all_reduce)
-    return _each("hpfunc.psum", x, lambda t: channel.backend.linear(total, _same, t))
+
+    def maps(channel: Comm, t: Tensor) -> Maps:
+        _refuse_in_mean("hpfunc.psum", channel, t)
+        return _pinned("psum", channel, channel.all_reduce), _same
+
+    return _apply("hpfunc.psum", x, axis_name, mesh, maps)
 
 
 def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
@@ -103,12 +99,12 @@ def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     >>> pvary(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
-    channel = _channel("hpfunc.pvary", axis_name, mesh)
-    _refuse_in_mean(
-        "hpfunc.pvary", channel, [leaf for leaf in optree.tree_leaves(x) if channel.backend.is_tensor(leaf)]
-    )
-    total = _pinned("psum", channel, channel.all_reduce)
-    return _each("hpfunc.pvary", x, lambda t: channel.backend.linear(_same, total, t))
+
+    def maps(channel: Comm, t: Tensor) -> Maps:
+        _refuse_in_mean("hpfunc.pvary", channel, t)
+        return _same, _pinned("psum", channel, channel.all_reduce)
+
+    return _apply("hpfunc.pvary", x, axis_name, mesh, maps)
 
 
 def pmean(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
@@ -120,8 +116,9 @@ def pmean(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     >>> pmean(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
-    channel = _channel("hpfunc.pmean", axis_name, mesh)
-    return optree.tree_map(lambda total: total / channel.size, psum(x, axis_name, mesh=channel.mesh))
+    mesh = current_mesh("hpfunc.pmean", mesh)
+    totals = psum(x, axis_name, mesh=mesh)
+    return optree.tree_map(lambda total: total / mesh.axis_size(axis_name), totals)
 
 
 def pmax(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
@@ -135,9 +132,11 @@ def pmax(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     >>> pmax(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
-    channel = _channel("hpfunc.pmax", axis_name, mesh)
-    largest = _pinned("pmax", channel, lambda t: channel.all_gather(t).amax(0))
-    return _each("hpfunc.pmax", x, lambda t: channel.backend.linear(largest, None, t))
+
+    def maps(channel: Comm, t: Tensor) -> Maps:
+        return _pinned("pmax", channel, lambda t: channel.all_gather(t).amax(0)), None
+
+    return _apply("hpfunc.pmax", x, axis_name, mesh, maps)
 
 
 def _dim(function: str, tensor: Tensor, dim: int, extra: int = 0) -> int:
@@ -153,7 +152,7 @@ def _move(tensor: Tensor, source: int, target: int) -> Tensor:
     return tensor.permute(tuple(order))
 
 
-def _gather_maps(channel: Comm, dim: int, tiled: bool) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _gather_maps(channel: Comm, dim: int, tiled: bool) -> tuple[Map, Map]:
     def gather(t: Tensor) -> Tensor:
         out = _move(channel.all_gather(t), 0, dim)  # (..., ranks, rows, ...) at `dim`
         if not tiled:
@@ -190,13 +189,11 @@ def all_gather(x: Any, axis_name: AxisNames, *, dim: int = 0, tiled: bool = Fals
     >>> all_gather(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",))).shape
     torch.Size([1, 2])
     """
-    channel = _channel("hpfunc.all_gather", axis_name, mesh)
 
-    def apply(t: Tensor) -> Tensor:
-        maps = _gather_maps(channel, _dim("hpfunc.all_gather", t, dim, extra=not tiled), tiled)
-        return channel.backend.linear(*maps, t)
+    def maps(channel: Comm, t: Tensor) -> Maps:
+        return _gather_maps(channel, _dim("hpfunc.all_gather", t, dim, extra=not tiled), tiled)
 
-    return _each("hpfunc.all_gather", x, apply)
+    return _apply("hpfunc.all_gather", x, axis_name, mesh, maps)
 
 
 def psum_scatter(
@@ -221,15 +218,14 @@ def psum_scatter(
     >>> psum_scatter(torch.ones(1, 2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
-    channel = _channel("hpfunc.psum_scatter", axis_name, mesh)
 
-    def apply(t: Tensor) -> Tensor:
+    def maps(channel: Comm, t: Tensor) -> Maps:
         place = _dim("hpfunc.psum_scatter", t, scatter_dim)
         _check_cut("hpfunc.psum_scatter", t, place, channel, tiled)
         gather, scatter = _gather_maps(channel, place, tiled)
-        return channel.backend.linear(scatter, gather, t)
+        return scatter, gather
 
-    return _each("hpfunc.psum_scatter", x, apply)
+    return _apply("hpfunc.psum_scatter", x, axis_name, mesh, maps)
 
 
 def _check_cut(function: str, t: Tensor, dim: int, channel: Comm, tiled: bool) -> None:
@@ -263,9 +259,8 @@ def all_to_all(
     >>> all_to_all(torch.ones(1, 2), "shard", 0, 1, mesh=hpfunc.make_mesh((1,), ("shard",))).shape
     torch.Size([2, 1])
     """
-    channel = _channel("hpfunc.all_to_all", axis_name, mesh)
 
-    def exchange(split: int, concat: int) -> Callable[[Tensor], Tensor]:
+    def exchange(channel: Comm, split: int, concat: int) -> Map:
         def run(t: Tensor) -> Tensor:
             if tiled:
                 shape = tuple(t.shape)
@@ -278,12 +273,12 @@ def all_to_all(
 
         return _pinned("all_to_all", channel, run)
 
-    def apply(t: Tensor) -> Tensor:
+    def maps(channel: Comm, t: Tensor) -> Maps:
         split, concat = _dim("hpfunc.all_to_all", t, split_dim), _dim("hpfunc.all_to_all", t, concat_dim)
         _check_cut("hpfunc.all_to_all", t, split, channel, tiled)
-        return channel.backend.linear(exchange(split, concat), exchange(concat, split), t)
+        return exchange(channel, split, concat), exchange(channel, concat, split)
 
-    return _each("hpfunc.all_to_all", x, apply)
+    return _apply("hpfunc.all_to_all", x, axis_name, mesh, maps)
 
 
 def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Any:
@@ -305,15 +300,18 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]], *, m
     >>> ppermute(torch.ones(2), "shard", [(0, 0)], mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
-    channel = _channel("hpfunc.ppermute", axis_name, mesh)
-    pairs = tuple((int(source), int(target)) for source, target in perm)
-    for side, places in (("source", [s for s, _ in pairs]), ("target", [t for _, t in pairs])):
-        if len(set(places)) != len(places) or any(not 0 <= place < channel.size for place in places):
-            rule = f"perm {list(pairs)} has a {side} twice, or outside of 0..{channel.size - 1}"
-            raise MeshError(message("hpfunc.ppermute", rule, mesh=channel.mesh))
-    there = _pinned("ppermute", channel, lambda t: channel.permute(t, pairs))
-    back = _pinned("ppermute", channel, lambda t: channel.permute(t, tuple((t_, s) for s, t_ in pairs)))
-    return _each("hpfunc.ppermute", x, lambda t: channel.backend.linear(there, back, t))
+
+    def maps(channel: Comm, t: Tensor) -> Maps:
+        pairs = tuple((int(source), int(target)) for source, target in perm)
+        for side, places in (("source", [s for s, _ in pairs]), ("target", [t for _, t in pairs])):
+            if len(set(places)) != len(places) or any(not 0 <= place < channel.size for place in places):
+                rule = f"perm {list(pairs)} has a {side} twice, or outside of 0..{channel.size - 1}"
+                raise MeshError(message("hpfunc.ppermute", rule, mesh=channel.mesh))
+        back = tuple((target, source) for source, target in pairs)
+        send, send_back = (_pinned("ppermute", channel, partial(channel.permute, pairs=p)) for p in (pairs, back))
+        return send, send_back
+
+    return _apply("hpfunc.ppermute", x, axis_name, mesh, maps)
 
 
 def axis_index(axis_name: AxisNames, *, mesh: Mesh | None = None) -> int:

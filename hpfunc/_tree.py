@@ -47,13 +47,15 @@ def broadcast_prefix(
 
     try:
         optree.tree_map_(spread, prefix, tree, is_leaf=is_prefix_leaf)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):
+        errors = [make(argument) for make in optree.prefix_errors(prefix, tree, is_leaf=is_prefix_leaf)]
+        shown = [" ".join(str(error).removeprefix("pytree structure error: ").split()) for error in errors]
         raise SpecError(
             message(
                 function,
                 f"{argument} is no tree prefix of {name}",
-                [f"{argument}: {optree.tree_structure(prefix, is_leaf=is_prefix_leaf)}", f"{error}"],
-                hint=f"{argument} may be one P, or a tree whose leaves stand at or above those of {name}",
+                [f"{argument}: {optree.tree_structure(prefix, is_leaf=is_prefix_leaf)}", *shown],
+                hint=f"{argument} may be one P for all, or a tree whose leaves stand at or above those of {name}",
             )
         ) from None
     return found

@@ -10,11 +10,11 @@ import optree
 
 from . import backends
 from ._array import ShardedArray, describe, is_sharded
-from ._arrays import unshard_array
 from ._errors import LeafError, UsageError, message
 from ._grad import Run, current_run
 from ._run import Session, check_gatherable, current_session
 from ._tree import flatten, paths, unflatten
+from ._whole import unshard_array
 
 Tensor = Any
 _NAME = "hpfunc.unit"

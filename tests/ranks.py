@@ -50,8 +50,14 @@ class RankError(AssertionError):
     """Ranks of a pool failed, hung or died. The text has what each of them said last."""
 
 
-# Ranks inherit these modules. The last one is imported, slowly, by the first jvp.
-PRELOAD = ["torch", "torch.distributed", "hpfunc", "hypothesis", "torch._decomp.decompositions_for_jvp"]
+# Ranks inherit these modules. torch would import the last two on the first use of torch.func, in seconds.
+PRELOAD = [
+    "hypothesis",
+    "hpfunc",
+    "hpfunc.backends._torch",
+    "torch._dynamo",
+    "torch._decomp.decompositions_for_jvp",
+]
 
 
 def pool(size: int) -> Pool:

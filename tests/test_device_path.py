@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ class Notes:
 
 
 def on_notes(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str], list[str], set[str]]:
-    mesh, backend = mesh_of((2, 2), ("replicate", "shard")), get("torch")
+    mesh, backend = mesh_of((2, 2), ("replicate", "shard")), cast(Any, get("torch"))
     params = hp.shard(layers(3), mesh, P("shard"))
     _, want = step(params, data(rank))
     run = hp.sharded(step, mesh, policy=hp.Policy(pack_below_bytes=0))
@@ -72,7 +72,7 @@ def on_notes(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[st
         issued.append(f"{label} on {stream} waits for {waited}")
         return pending
 
-    streams.issue = watch  # type: ignore[method-assign]
+    streams.issue = watch
     host, backend._streams["cpu"] = backend._streams["cpu"], streams
     try:
         _, got = run(params, data(rank))

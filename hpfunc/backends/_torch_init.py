@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .._errors import LoweringError, message
 
@@ -48,17 +48,63 @@ def abstract() -> Iterator[Callable[[Any], Any]]:
         ) from error
 
 
+# Note [Random numbers of init]
+# While `init_fn` is recorded no numbers are drawn for its tensors, so a state that it reads or restores (`fork_rng`)
+# then is not the one that it means. Instead each recorded draw takes one number, so that a state stands for a place in
+# the sequence of draws. At replay a state that was set is looked up: if it stands for a place, the generator gets the
+# state that the replay had there; any other state is a seed.
 class _Recorder(TorchDispatchMode):
-    """Writes down every operator that runs, with abstract tensors."""
+    """Writes down every operator that runs, with abstract tensors, and every state that a generator is set to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._place: dict[torch.Generator, bytes] = {}
+        self._were_set: set[bytes] = set()
+        self._states: dict[bytes, torch.Tensor] = {}
+        self._start = torch.default_generator.get_state()
+        self._look(torch.default_generator)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            self.calls.append((func, args, kwargs or {}, out))
+            return out
+        generator = (kwargs or {}).get("generator") or torch.default_generator
+        with _disable_current_modes():
+            self._look(generator)
+            self.calls.append((func, args, kwargs or {}, out))
+            torch.rand(1, generator=generator, device=generator.device)
+            place = self._place[generator] = _bytes(generator.get_state())
+            self.calls.append((self._reach, (generator, place), {}, None))
         return out
+
+    def _look(self, generator: torch.Generator) -> None:
+        state = generator.get_state()
+        if self._place.get(generator) != _bytes(state):
+            self._place[generator] = _bytes(state)
+            self._were_set.add(_bytes(state))
+            self.calls.append((self._set, (generator, state), {}, None))
+
+    def end(self) -> None:
+        """Writes down what was set after the last draw."""
+        for generator in list(self._place):
+            self._look(generator)
+
+    def undo(self) -> None:
+        """Restores the default generator."""
+        torch.default_generator.set_state(self._start)
+
+    def _reach(self, generator: torch.Generator, place: bytes) -> None:
+        if place in self._were_set:
+            self._states[place] = generator.get_state()
+
+    def _set(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        generator.set_state(self._states.get(_bytes(state), state))
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -74,17 +120,20 @@ def deferred(init_fn: Callable[[], Any], prepare: Callable[[Any], Keep]) -> Any:
 
     ``prepare(tree)`` sees the tree without data and returns `keep`. `init_fn` runs once without data while its
     operators are recorded. They are then replayed in their order, so that random numbers come out as in a plain call,
-    and each leaf goes to `keep` as soon as no further operator touches it.
+    and each leaf goes to `keep` as soon as no further operator touches it. See Note [Random numbers of init].
     """
     recorder = _Recorder()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
             tree = init_fn()
+        recorder.end()
     except _UNKNOWN_VALUE as error:
         hint = "compute such values outside of init_fn"
         raise LoweringError(
             message("hpfunc.init", f"init_fn needs the value of a tensor: {error}", hint=hint)
         ) from error
+    finally:
+        recorder.undo()
     leaves, treedef = optree.tree_flatten(tree)
     return optree.tree_unflatten(treedef, _replay(recorder.calls, leaves, prepare(tree)))
 

@@ -102,7 +102,7 @@ def called(rank: int, grid: Grid, axes: Axes, kind: str, options: dict[str, Any]
     return result, tree["a"][0]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(calls((*KINDS, "pmax")), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]), seeds)
 def test_collectives_are_those_of_numpy(call: Any, dtype: torch.dtype, seed: int) -> None:
     grid, axes, kind, shape, options = call
@@ -124,12 +124,12 @@ def pulled_back(
     with hp.use_mesh(mesh_of(grid.sizes, grid.names, grid.data_axes)):
         out = getattr(hp, kind)(x, axes, **options)
         (by_autograd,) = torch.autograd.grad(out, x, y)
-        _, pull = torch.func.vjp(lambda t: getattr(hp, kind)(t, axes, **options), xs[rank])
+        _, pull, *_ = torch.func.vjp(lambda t: getattr(hp, kind)(t, axes, **options), xs[rank])
         (by_func,) = pull(y)
     return [by_autograd, by_func]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(calls(), float_dtypes, seeds)
 def test_gradients_are_those_of_shard_map(call: Any, dtype: torch.dtype, seed: int) -> None:
     grid, axes, kind, shape, options = call
@@ -192,13 +192,12 @@ def test_without_a_mesh_there_are_no_axes() -> None:
 
 def disagreeing(rank: int) -> str:
     mesh = mesh_of((2, 2), ("replicate", "shard"))
-    # Ranks 0 and 1 agree, ranks 2 and 3 do not: the collective is among these pairs only.
+    # Ranks 0 and 1 could go on, as the sums are among pairs. But all ranks run one program.
     return outcome(hp.psum, torch.ones(3 + (rank == 3)), "shard", mesh=mesh)
 
 
 def test_ranks_that_disagree_hear_of_it(pool: Any) -> None:
     texts = pool(4).run(disagreeing)
-    assert texts[:2] == ["returned"] * 2
-    assert texts[2] == texts[3]
-    assert "rank 2: psum over ('shard',): shape (3,), float32" in texts[2]
-    assert "rank 3: psum over ('shard',): shape (4,), float32" in texts[2]
+    assert len(set(texts)) == 1
+    assert "rank 0: psum over ('shard',): shape (3,), float32" in texts[0]
+    assert "rank 3: psum over ('shard',): shape (4,), float32" in texts[0]

@@ -1,0 +1,97 @@
+"""``train_text.py --check``: 20 steps over all ranks against 20 of plain torch in one process, on the same data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, cast
+
+import model
+import optree
+import torch
+from text import Text
+from train_text import make_step, units
+
+import hpfunc as hp
+
+NUM_STEPS = 20
+RATE = 0.1
+LEAF_TOLERANCE = 1e-10
+LOSS_TOLERANCE = 1e-5
+
+
+def run(args: argparse.Namespace, mesh: hp.Mesh, data: Text, say: Callable[[str], None]) -> int:
+    """Compares, prints what it found, and returns 0 if all is well, on every rank alike."""
+    policy = hp.Policy(args.prefetch, args.release, args.pack_below_bytes)
+    double = model.Config(args.dim, args.layers, args.context, torch.float64)
+    single = model.Config(args.dim, args.layers, args.context, torch.float32)
+
+    weights, _ = _sharded(args, double, hp.optim.sgd(RATE), mesh, policy, data)
+    say("float64 with SGD: relative difference of each leaf after 20 steps")
+    worst = 0.0
+    if mesh.rank == 0:
+        wanted, _ = _alone(args, double, lambda p: torch.optim.SGD(p, RATE), mesh.size, data)
+        for path, got, want in zip(optree.tree_paths(weights), optree.tree_leaves(weights), wanted, strict=True):
+            difference = float((got - want).norm() / want.norm())
+            say(f"  {difference:.1e}  {'.'.join(map(str, path))}")
+            worst = max(worst, difference)
+
+    _, losses = _sharded(args, single, hp.optim.adamw(1e-3, weight_decay=0.01), mesh, policy, data)
+    say("float32 with AdamW: loss of each step, and its difference")
+    apart = 0.0
+    if mesh.rank == 0:
+        _, wanted = _alone(args, single, lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01), mesh.size, data)
+        for number, (got, want) in enumerate(zip(losses, wanted, strict=True)):
+            say(f"  {number:2d}  {want:.6f}  {abs(got - want):.1e}")
+            apart = max(apart, abs(got - want))
+
+    found = torch.tensor([worst, apart], dtype=torch.float64)
+    worst, apart = hp.pmax(found, mesh.axis_names, mesh=mesh).tolist()
+    good = worst <= LEAF_TOLERANCE and apart <= LOSS_TOLERANCE
+    say(f"worst leaf {worst:.1e} (at most {LEAF_TOLERANCE:g}), worst loss {apart:.1e} (at most {LOSS_TOLERANCE:g})")
+    say("check passed" if good else "check FAILED")
+    return 0 if good else 1
+
+
+def _batch(args: argparse.Namespace, data: Text, step: int, rank: int) -> list[torch.Tensor]:
+    return [torch.from_numpy(x) for x in data.batch(args.seed, step, rank, args.batch, args.context)]
+
+
+def _sharded(
+    args: argparse.Namespace,
+    config: model.Config,
+    optimizer: hp.optim.Optimizer,
+    mesh: hp.Mesh,
+    policy: hp.Policy,
+    data: Text,
+) -> tuple[Any, list[float]]:
+    """Returns the whole weights after training with hpfunc, and the loss of each step."""
+    torch.manual_seed(args.seed)
+    params = hp.init(lambda: model.init(config), mesh, hp.P("shard"))
+    step, state, losses = make_step(units(), optimizer, mesh, policy), optimizer.init(params), []
+    for number in range(NUM_STEPS):
+        params, state, loss = step(params, state, *_batch(args, data, number, mesh.rank))
+        losses.append(float(loss))
+    return hp.unshard(params), losses
+
+
+def _alone(
+    args: argparse.Namespace,
+    config: model.Config,
+    make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+    num_ranks: int,
+    data: Text,
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Returns the weights after training on the mean of all ranks' losses, in this process, without hpfunc."""
+    torch.manual_seed(args.seed)
+    params = model.init(config)
+    leaves, losses = [leaf.requires_grad_() for leaf in optree.tree_leaves(cast(Any, params))], []
+    optimizer = make_optimizer(leaves)
+    for number in range(NUM_STEPS):
+        each = [model.loss(model.PLAIN, params, *_batch(args, data, number, rank)) for rank in range(num_ranks)]
+        loss = torch.stack(each).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [leaf.detach() for leaf in leaves], losses

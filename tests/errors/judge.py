@@ -1,0 +1,74 @@
+"""How a refusal is judged: its exact text on every rank, nothing has changed, and all ranks can go on at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+import hpfunc as hp
+from tests.ranks import mesh_of, outcome, pool
+from tests.zoo import bits
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "errors"
+Case = Callable[[int], tuple[Callable[[], Any], Any]]  # rank -> (what is refused, what must not change)
+
+
+def mesh(n: int = 2) -> hp.Mesh:
+    return mesh_of((2, 2), ("replicate", "shard")) if n == 4 else mesh_of((n,), ("shard",), None, 15.0)
+
+
+def params() -> Any:
+    """Two layers of a (4, 4) weight and a bias, the same on all ranks of a mesh of two."""
+    tree = {"layers": [{"w": torch.eye(4) * (k + 1), "b": torch.zeros(4)} for k in range(2)]}
+    return hp.shard(tree, mesh(), hp.P("shard"))
+
+
+def judge(rank: int, case: Case, n: int) -> str:
+    """Runs on each rank: returns the text of the refusal."""
+    call, kept = case(rank)
+    before = snapshot(kept)
+    text = outcome(call)
+    after = snapshot(kept)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * len(before), "changed"
+    assert_usable(rank, n)
+    return text
+
+
+def snapshot(tree: Any) -> list[torch.Tensor]:
+    leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, hp.ShardedArray))
+    tensors = [leaf._owner.local if isinstance(leaf, hp.ShardedArray) else leaf for leaf in leaves]
+    return [bits(x).clone() for x in tensors if isinstance(x, torch.Tensor)]
+
+
+def assert_usable(rank: int, n: int) -> None:
+    """Fails unless a step over the same ranks gives the right numbers."""
+    w = hp.shard(torch.arange(6.0), mesh(n), hp.P("shard"))
+    square = hp.unit(lambda w, x: (x * w**2).sum())
+    for _ in range(2):
+        _, gradient = hp.value_and_grad(square)(w, float(rank + 1))
+        mean = sum(range(1, n + 1)) / n
+        assert torch.equal(hp.unshard(gradient), 2 * mean * torch.arange(6.0))
+
+
+def texts_of(case: Case, n: int = 2, deadline_s: float = 60.0) -> list[str]:
+    return pool(n).run(judge, case, n, deadline_s=deadline_s)
+
+
+def check_texts(texts: list[str], name: str) -> None:
+    """Fails unless every rank was refused, in the words of ``tests/golden/errors/name.txt``.
+
+    The file has one text if all ranks got the same, else one for each rank. HPFUNC_UPDATE_GOLDEN=1 writes it anew.
+    """
+    assert "returned" not in texts, texts
+    whole = f"{texts[0]}\n"
+    if len(set(texts)) > 1:
+        whole = "".join(f"--- rank {rank}\n{text}\n" for rank, text in enumerate(texts))
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("HPFUNC_UPDATE_GOLDEN"):
+        path.write_text(whole)
+    assert whole == path.read_text(), f"{path} differs; HPFUNC_UPDATE_GOLDEN=1 writes it anew"
