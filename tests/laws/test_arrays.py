@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from hpfunc import _tree
 from tests import reference
 from tests.ranks import mesh_of, outcome, pool
 from tests.reference import Axes, Grid
@@ -69,9 +69,9 @@ def test_unshard_undoes_shard(layout: Any, dtype: torch.dtype, seed: int, data: 
 
 
 def tree_round_trip(rank: int, grid: Grid, tree: Any, specs: Any) -> Any:
-    before = [leaf.clone() for leaf in _tree.flatten(tree)[0]]
+    before = optree.tree_map(torch.clone, tree)
     arrays = hp.shard(tree, on(grid), specs)
-    assert_same(_tree.flatten(tree)[0], before)
+    assert_same(tree, before)
     return hp.unshard(arrays, axes=grid.names)
 
 
@@ -180,8 +180,7 @@ def reduced_tree(rank: int, grid: Grid, tree: Any) -> Any:
 def test_reduce_goes_through_trees(name: str, n: int) -> None:
     grid, tree = Grid((n,), ("shard",), ("shard",)), trees()[name]
     for got in pool(n).run(reduced_tree, grid, tree):
-        leaves, treedef = _tree.flatten(tree)
-        assert_same(got, tree.unflatten(treedef, [leaf * n for leaf in leaves]))
+        assert_same(got, optree.tree_map(lambda leaf: leaf * n, tree))
 
 
 def refused(rank: int) -> list[str]:
