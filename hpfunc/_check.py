@@ -14,7 +14,7 @@ from ._contents import Axes
 from ._errors import ScheduleError, message
 from ._meaning import num_ranks, wrong_meanings
 from ._program import COMPUTES
-from ._safety import unsafe_ops
+from ._safety import hidden_launches, unsafe_ops
 from ._schedule import (
     ALIGN_BYTES,
     Communicator,
@@ -52,6 +52,7 @@ class Report:
         peak_at: the op at which that is reached first.
         max_whole_units: most units that are whole, or being gathered, at one time.
         launches: number of launches, by collective.
+        hidden_launches: how many of them may be under way while a unit computes.
         sent_bytes: bytes that a rank sends, by collective.
         local_bytes: bytes that a rank writes in its own memory, by kind of `Local`.
     """
@@ -60,6 +61,7 @@ class Report:
     peak_at: str
     max_whole_units: int
     launches: Mapping[str, int]
+    hidden_launches: int
     sent_bytes: Mapping[str, int]
     local_bytes: Mapping[str, int]
 
@@ -254,7 +256,7 @@ def report(schedule: Schedule) -> Report:
             sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
         elif isinstance(op, Local):
             written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
-    return Report(*peak, max_whole_units, dict(launches), dict(sent), dict(written))
+    return Report(*peak, max_whole_units, dict(launches), hidden_launches(schedule), dict(sent), dict(written))
 
 
 def _writes(op: Op) -> tuple[Region, ...]:

@@ -75,6 +75,19 @@ def _happens_before(earlier: Op, later: Op, clocks: dict[str, Clock]) -> bool:
     return clocks[later.name].get(earlier.stream, 0) >= clocks[earlier.name][earlier.stream]
 
 
+def hidden_launches(schedule: Schedule) -> int:
+    """Returns how many launches may still be under way while a unit computes that is issued after them."""
+    clocks = _clocks(schedule)
+    count, waiting = 0, list[Launch]()
+    for op in schedule.ops:
+        if isinstance(op, Launch):
+            waiting.append(op)
+        elif isinstance(op, Compute):
+            count += sum(not _happens_before(launch, op, clocks) for launch in waiting)
+            waiting = []
+    return count
+
+
 def _uses(schedule: Schedule, op: Op) -> list[_Use]:
     match op:
         case Free():

@@ -12,7 +12,7 @@ from . import backends
 from ._agree import agreeing
 from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._arrays import leaf_specs
-from ._check import check
+from ._check import Report, check
 from ._errors import DonatedError, HpfuncWarning, SpecError, message
 from ._execute import Planned
 from ._mesh import Mesh, PartitionSpec
@@ -20,7 +20,7 @@ from ._plan import Traits, plan
 from ._policy import Policy
 from ._program import Event, Program
 from ._run import Session, session_scope
-from ._schedule import Schedule
+from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
 from ._world import use_mesh
 from .backends import Counters
@@ -136,7 +136,7 @@ class ShardedStep:
     def _plan(self, program: Program) -> Schedule:
         traits = Traits(ordered_sums=self._backend.ordered_sums(self.mesh.device))
         schedule = plan(program, self.policy, traits)
-        check(schedule)
+        _warn_about(schedule, check(schedule))
         return schedule
 
     def _learn(self, session: Session, known: _Known) -> None:
@@ -146,7 +146,6 @@ class ShardedStep:
             schedule = self._plan(program)
             session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {program.fingerprint}")
             self._plans[program] = schedule
-            _warn_about(schedule, session)
         known.program = program
         self.last_schedule = self._plans[program]
 
@@ -245,21 +244,22 @@ def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:
     return leaf.with_local(convert(leaf._value)) if is_sharded(leaf) else convert(leaf)
 
 
-def _warn_about(schedule: Schedule, session: Session) -> None:
-    program, backend = schedule.program, session.backend
-    sizes = [
-        sum(program.weights[w].whole_numel * backend.item_bytes(program.weights[w].dtype) for w in unit.weights)
-        for unit in program.units
-    ]
+def _warn_about(schedule: Schedule, report: Report) -> None:
+    program = schedule.program
+    weights = [[program.weights[w] for w in unit.weights] for unit in program.units]
+    sizes = [sum(weight.whole_numel * itemsize(weight.dtype) for weight in unit) for unit in weights]
     cut = any(weight.num_shards > 1 for weight in program.weights)
     if cut and len(sizes) > 1 and max(sizes) > 0.75 * sum(sizes) and max(sizes) > 1 << 20:
         name = program.units[sizes.index(max(sizes))].name
         share = 100 * max(sizes) / sum(sizes)
         rule = f"unit {name!r} holds {share:.0f} % of the weights: nearly the whole model is gathered at once"
-        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=4)
+        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
     if cut and len(sizes) == 1:
         rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
-        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=4)
+        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
+    elif report.launches and not report.hidden_launches:
+        rule = f"nothing can be hidden in this step with {schedule.policy}"
+        warnings.warn(message(_NAME, rule, hint="raise Policy.prefetch"), HpfuncWarning, stacklevel=5)
 
 
 def sharded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def broadcast_prefix(
         optree.tree_map_(spread, prefix, tree, is_leaf=is_prefix_leaf)
     except (ValueError, TypeError):
         errors = [make(argument) for make in optree.prefix_errors(prefix, tree, is_leaf=is_prefix_leaf)]
-        shown = [" ".join(str(error).removeprefix("pytree structure error: ").split()) for error in errors]
+        shown = [line for error in errors for line in _sentences(str(error))]
         raise SpecError(
             message(
                 function,
@@ -59,6 +60,12 @@ def broadcast_prefix(
             )
         ) from None
     return found
+
+
+def _sentences(error: str) -> list[str]:
+    """Returns the parts of an error of optree, a line each."""
+    text = " ".join(error.removeprefix("pytree structure error: ").split())
+    return [part.strip(" ,") for part in re.split("At that key path,|,? but at the same key path", text)]
 
 
 def unflatten(treedef: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:

@@ -47,6 +47,21 @@ def test_bad_units_are_warned_of_once(pool: Any, name: str, sizes: list[int], un
     check_texts([found[0] for found in texts], name)
 
 
+def test_a_plan_that_hides_nothing_is_warned_of(pool: Any) -> None:
+    texts = pool(2).run(nothing_ahead)
+    check_texts(texts, "nothing_can_be_hidden")
+
+
+def nothing_ahead(rank: int) -> str:
+    mesh = mesh_of((2,), ("shard",))
+    params = hp.shard([torch.ones(4), torch.ones(4)], mesh, hp.P("shard"))
+    unit = hp.unit(lambda w: w.sum(), name="layer")
+    step = hp.sharded(lambda params: sum(unit(w) for w in params), mesh, policy=hp.Policy(prefetch=0))
+    with pytest.warns(hp.HpfuncWarning) as found:
+        step(params)
+    return f"{found[0].category.__name__}: {found[0].message}"
+
+
 @pytest.mark.parametrize(
     ("n", "sizes", "units"),
     [

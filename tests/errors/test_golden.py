@@ -1,0 +1,32 @@
+"""The recorded texts: each belongs to a test, and has the form of ours."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import hpfunc as hp
+from tests.errors import test_steps, test_values
+from tests.errors.judge import GOLDEN
+
+WARNINGS = {"one_unit_holds_most_of_the_weights", "the_whole_model_is_one_unit"}
+FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))
+
+
+def test_each_text_has_its_test() -> None:
+    cases = [*test_values.CASES, *(name for name in test_steps.CASES if name not in test_steps.GAPS)]
+    assert len(set(cases)) == len(cases)
+    assert set(FILES) == set(cases) | WARNINGS
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_texts_name_our_class_and_our_function(name: str) -> None:
+    text = (GOLDEN / f"{name}.txt").read_text()
+    for part in re.split(r"--- rank \d+\n", text):
+        if part:
+            kind, function = re.match(r"(\w+): (hpfunc(?:\.\w+)*): \S", part).groups()  # type: ignore[union-attr]
+            assert issubclass(getattr(hp, kind), (hp.HpfuncError, hp.HpfuncWarning)), kind
+            assert function
+    assert all(line == line.rstrip() for line in text.splitlines()), "trailing blanks"
+    assert max(map(len, text.splitlines())) < 250
