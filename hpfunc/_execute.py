@@ -127,6 +127,7 @@ class Planned:
     def end_step(self, index: int) -> None:
         """See `Driver`."""
         self._run(index, "before")
+        self.buffers = []  # what was delivered is the caller's now
 
     def leave(self) -> None:
         """Finishes reductions that have begun, drops all else, and hands unreduced gradients to the session."""

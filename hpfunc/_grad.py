@@ -250,6 +250,7 @@ def _differentiate(
         session.driver.end_backward(session.emit(Event("end_backward")))
     finally:
         run.state = "done"
+        run.tape.close()
         current_run.reset(tokens[0])
         mean_axes.reset(tokens[1])
     own = iter([zeros_like(session, x) if g is None else g for x, g in zip(plain, leaf_gradients, strict=False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -529,3 +530,46 @@ def test_the_peak_of_the_plan_is_the_peak_of_the_process(tmp_path: Path) -> None
     large, small = peak_memory(1536, tmp_path), peak_memory(64, tmp_path)
     measured, planned = (large[key] - small[key] for key in ("measured", "planned"))
     assert abs(measured - planned) <= 0.15 * planned, (large, small)
+
+
+def kept_by_past_steps(rank: int, planned: bool) -> list[str]:
+    """Returns what is still alive of steps whose results were dropped, without the help of the garbage collector."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard(layers(3), mesh, P("shard"))
+    run = hp.sharded(step, mesh) if planned else step
+    run(params, data(rank))
+    run(params, data(rank))
+    gc.collect()
+    gc.disable()
+    try:
+        refs = []
+        for _ in range(2):
+            loss, grads = run(params, data(rank))
+            refs += [("gradient", StorageWeakRef(x.untyped_storage())) for x in local_leaves(grads)]
+            refs.append(("loss", StorageWeakRef(loss.untyped_storage())))
+            del loss, grads
+        time.sleep(0.01)
+        return [name for name, ref in refs if not ref.expired()]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_step_that_is_over_keeps_nothing(pool: Callable[[int], Pool], planned: bool) -> None:
+    assert pool(4).run(kept_by_past_steps, planned) == [[]] * 4
+
+
+def objects_of_past_steps(rank: int) -> dict[str, int]:
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard(layers(3), mesh, P("shard"))
+    run = hp.sharded(step, mesh)
+    for _ in range(5):
+        run(params, data(rank))
+    gc.collect()
+    names = [type(x).__name__ for x in gc.get_objects()]
+    return {name: names.count(name) for name in ("Session", "Run", "Use", "Planned", "TorchTape")}
+
+
+def test_the_objects_of_a_step_die_with_it(pool: Callable[[int], Pool]) -> None:
+    for found in pool(4).run(objects_of_past_steps):
+        assert found == {"Session": 0, "Run": 0, "Use": 0, "Planned": 0, "TorchTape": 0}

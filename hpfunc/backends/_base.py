@@ -146,6 +146,10 @@ class Tape(Protocol):
         """Runs the backward and returns the gradient of each leaf."""
         ...
 
+    def close(self) -> None:
+        """Lets go of everything."""
+        ...
+
 
 class Processes(Protocol):
     """Processes and their groups."""

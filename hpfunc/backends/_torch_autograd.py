@@ -151,6 +151,11 @@ class TorchTape:
         self._tokens: list[Tensor] = []
         self.leaves: list[Tensor] = []
 
+    def close(self) -> None:
+        """Lets go of the graph, whose nodes hold the run, which holds this tape: no collector sees that circle."""
+        self._tokens.clear()
+        self.leaves.clear()
+
     def leaf(self, local: Tensor) -> Tensor:
         alias = local.detach().requires_grad_()
         self.leaves.append(alias)
