@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from . import backends
@@ -199,6 +199,7 @@ def agreeing(mesh: Mesh, where: str, facts: Callable[[], str]) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        control(mesh).agree(where, facts, error)
+        with suppress(AgreementError, PeerError):  # what this rank found itself says more
+            control(mesh).agree(where, facts, error)
         raise
     control(mesh).agree(where, facts)

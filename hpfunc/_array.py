@@ -116,6 +116,11 @@ class ShardedArray:
         return self.layout.mesh
 
     @property
+    def _held_dtype(self) -> Any:
+        """As `dtype`, but None for an array that was donated."""
+        return getattr(self._owner.local, "dtype", None)
+
+    @property
     def is_donated(self) -> bool:
         """Whether the memory may be updated in place (see `sharded`)."""
         return self._donated

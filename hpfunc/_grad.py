@@ -236,6 +236,9 @@ def _differentiate(
     run = Run(session, numerics, session.new_run())
     tracked = [_track(x, run) if is_sharded(x) else run.tape.leaf(x) for x in leaves]
     plain = list(run.tape.leaves)
+    if any(is_sharded(x) and x._origin is None for x in tracked):
+        names = paths(unflatten(treedef, leaves), "args", is_sharded)
+        session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
     filled = list(args)
     for n, tree in zip(numbers, unflatten(treedef, tracked), strict=True):
         filled[n] = tree

@@ -105,6 +105,11 @@ class Program:
             return f"{event.kind.replace('_', ' ')}{' ' + event.name if event.name else ''}"
         return f"{event.kind} {self.units[event.unit].name}{f'#{event.use}' if event.use else ''}"
 
+    def spell(self, event: Event) -> str:
+        """Returns the event with the weights that it uses: ``forward block of params['w'], params['b']``."""
+        names = [self.weights[w].name for w in self.unit_of(event).weights] if event.unit is not None else []
+        return self.describe(event) + (f" of {', '.join(names)}" if names else "")
+
     @property
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if they recorded the same program."""

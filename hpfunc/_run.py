@@ -176,6 +176,7 @@ class Session:
         self.driver: Driver = Eager(self)
         self.plan: Program | None = None
         self.names: dict[int, str] = {}
+        self.paths: dict[int, str] = {}
         self.weights: list[Weight] = []
         self.arrays: list[ShardedArray] = []
         self.units: list[Unit] = []
@@ -214,7 +215,7 @@ class Session:
         if index is None:
             index = self._weight_index[key] = len(self.weights)
             trainable = run is not None and array._tracker is run
-            name = self.names.get(array._origin, "") if array._origin is not None else ""
+            name = self.paths.get(id(array._owner)) if array._origin is None else self.names.get(array._origin)
             numerics = run.numerics if run is not None else Numerics()
             shard_dtype = self.backend.dtype_name(array._value)
             if not self.backend.is_floating(shard_dtype):
@@ -268,9 +269,9 @@ class Session:
 
     def leave(self, index: int) -> None:
         """Goes on without the plan: what was prefetched is awaited and dropped, what was being reduced is finished."""
-        planned = self.plan.events[index] if self.plan is not None and index < len(self.plan.events) else None
-        expected = self.plan.describe(planned) if self.plan is not None and planned is not None else "the end"
-        self.control.leave(f"event {index} is {self.program.describe(self.events[index])!r}, planned was {expected!r}")
+        assert self.plan is not None
+        planned = self.plan.spell(self.plan.events[index]) if index < len(self.plan.events) else "the end"
+        self.control.leave(f"event {index} is {self.program.spell(self.events[index])}, planned was {planned}")
         leave = self.driver.leave  # type: ignore[attr-defined]
         self.plan = None
         self.driver = Eager(self)

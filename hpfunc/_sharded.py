@@ -237,7 +237,7 @@ class _Known:
 
 
 def _signature(leaves: Sequence[Any], treedef: Any) -> object:
-    return treedef, tuple((x.layout, x.dtype) if is_sharded(x) else None for x in leaves)
+    return treedef, tuple((x.layout, x._held_dtype) if is_sharded(x) else None for x in leaves)
 
 
 def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:

@@ -17,6 +17,7 @@ from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
 
 Tensor = Any
+Names = Callable[[], list[str]]
 _NAME = "hpfunc.unit"
 
 
@@ -61,7 +62,7 @@ def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., An
                 filled[i] = whole
             return fn(unflatten(treedef, filled), *args, **kwargs)
 
-        return _call(label, body, arrays, args, kwargs)
+        return _call(label, body, arrays, lambda: _array_names(params), args, kwargs)
 
     return call
 
@@ -80,7 +81,14 @@ def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[Shar
         raise LeafError(message(_NAME, f"{label!r} gets sharded arrays beside its weights", others, hint=hint))
 
 
-def _call(label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> Any:
+def _array_names(params: Any) -> list[str]:
+    leaves = flatten(params, is_sharded)[0]
+    return [n for n, x in zip(paths(params, "params", is_sharded), leaves, strict=True) if is_sharded(x)]
+
+
+def _call(
+    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], names: Names, args: Any, kwargs: Any
+) -> Any:
     run: Run | None = next((a._tracker for a in arrays if a._tracker is not None), current_run.get())  # type: ignore[misc]
     backend = backends.get(arrays[0].mesh.framework)
     if backend.is_transformed(() if run is not None else [a._value for a in arrays]):
@@ -89,22 +97,27 @@ def _call(label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], 
             raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
         return body([unshard_array(_NAME, a) for a in arrays], *args, **kwargs)  # the leaf form
     if run is None or run.state == "done":
-        return _forward_only(label, body, arrays, args, kwargs)
+        return _forward_only(label, body, arrays, names, args, kwargs)
     if run.state == "backward":
         return _recompute(label, body, arrays, run, args, kwargs)
     if not run.tape.is_grad_enabled():
-        return _forward_only(label, body, arrays, args, kwargs)
+        run.tape.refuse_reentrant()
+        return _forward_only(label, body, arrays, names, args, kwargs)
     use = run.session.use(label, arrays, run)
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
     return outputs
 
 
-def _forward_only(label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> Any:
-    check_gatherable(_NAME, [(f"weight {i}", a) for i, a in enumerate(arrays)])
+def _forward_only(
+    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], names: Names, args: Any, kwargs: Any
+) -> Any:
     owned = current_session()
     session = owned or Session(arrays[0].mesh)
     try:
+        if owned is None:  # the arguments of a step have names already
+            session.paths |= {id(array._owner): name for name, array in zip(names(), arrays, strict=True)}
+        check_gatherable(_NAME, [(session.paths.get(id(a._owner), label), a) for a in arrays])
         use = session.use(label, arrays, None)
         wholes = use.before_forward()
         outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)

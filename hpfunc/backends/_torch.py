@@ -82,12 +82,18 @@ class _HostStreams:
             try:
                 work.wait(timedelta(seconds=POLL_S))
                 return
-            except RuntimeError as error:
-                elapsed = time.perf_counter() - start
-                if work.is_completed() and work.exception() is not None:
-                    poll(f"{label}: {error}", float("inf"))
-                    raise
-                poll(label, elapsed)
+            except RuntimeError:
+                if work.is_completed():
+                    self._finish_work(work, label, poll)
+                    return
+                poll(label, time.perf_counter() - start)
+
+    def _finish_work(self, work: Any, label: str, poll: Poll) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            poll(f"{label}: {error}", float("inf"))
+            raise
 
 
 class _DevicePending:

@@ -18,6 +18,7 @@ whatever is not a weight is handed to the enclosing pair: activation checkpointi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -114,9 +115,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_reentrant_recompute() -> bool:
-    node = torch._C._current_autograd_node()
-    return node is not None and type(node).__name__ == "CheckpointFunctionBackward"
+def _is_under_reentrant_checkpoint() -> bool:
+    # Its forward runs without gradients, its node is on no path to our roots: only the stack tells.
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith("CheckpointFunction."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _check_contract(wholes: Sequence[Tensor], versions: list[int], outputs: Any, names: Sequence[str]) -> None:
@@ -167,7 +173,7 @@ class TorchTape:
 
     @staticmethod
     def refuse_reentrant() -> None:
-        if _is_reentrant_recompute():
+        if _is_under_reentrant_checkpoint():
             hint = "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
 

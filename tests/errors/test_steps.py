@@ -317,21 +317,9 @@ CASES: dict[str, Any] = {
     for name, value in list(globals().items())
     if callable(value) and getattr(value, "__module__", None) == __name__ and name not in HELPERS
 }
+
+
 # What should be refused and is not yet. Each entry is a bug with its own line in the tracker.
-GAPS = {
-    "a_unit_under_reentrant_checkpointing": "the node is on no path to the anchor, so that it never recomputes",
-    "ranks_disagree_on_the_first_unit": "eager calls name weights by number, not by path",
-    "one_rank_donates_what_is_gone": "the error is raised before the step can tell its peers",
-}
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in GAPS])
+@pytest.mark.parametrize("name", list(CASES))
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail(reason=reason)) for name, reason in GAPS.items()]
-)
-def test_gaps(name: str) -> None:
-    assert "returned" not in texts_of(CASES[name])
