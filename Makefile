@@ -37,6 +37,10 @@ setup: $(READY) ## create the virtual environment, or bring it up to date
 demo: $(READY) ## train a language model on real text over 4 processes
 	HPFUNC_BACKEND=$(BACKEND) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/$(BACKEND)/train_text.py $(DEMO_ARGS)
 
+.PHONY: bench
+bench: $(READY) ## hpfunc against FSDP2 on a network of limited speed (needs root, and a quiet machine)
+	benchmarks/launch.sh 2 1gbit benchmarks/overlap.py --variants "compute,wire,FSDP2,FSDP2 tuned,hpfunc eager,hpfunc"
+
 .PHONY: test
 test: $(READY) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
