@@ -288,7 +288,7 @@ class Session:
 
     def _facts(self, index: int) -> str:
         event = self.events[index]
-        lines = [f"event {index} is {self.program.describe(event)!r}"]
+        lines = [f"event {index} is {self.program.spell(event)}"]
         if event.unit is not None:
             lines += [f"event {index} uses {self.weights[w]}" for w in self.units[event.unit].weights]
         return "\n".join(lines)
