@@ -55,11 +55,12 @@ def init(config: Config) -> dict[str, Any]:
         mlp = {"norm": norm(), "inputs": matrix(4 * dim, dim), "output": matrix(dim, 4 * dim, small)}
         return {"attention": attention, "mlp": mlp}
 
+    # Entries of size 1: Adam moves all weights at one pace, and the rows of rare bytes need time to turn.
     return {
         "embed": {
-            "byte": matrix(NUM_BYTES, dim),
+            "byte": matrix(NUM_BYTES, dim, dim**0.5),
             "place": matrix(config.context, dim),
-            **{f"{back} back": matrix(NUM_BYTES, dim) for back in range(1, LOOK_BACK)},
+            **{f"{back} back": matrix(NUM_BYTES, dim, dim**0.5) for back in range(1, LOOK_BACK)},
         },
         "layers": [layer() for _ in range(config.num_layers)],
         "head": {"norm": norm(), "output": matrix(NUM_BYTES, dim, 0.1)},
