@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from ._move import local_view, pack_gradient, pack_shard, unpack_whole, whole_view
@@ -15,10 +14,11 @@ from ._timeline import Timeline, current_timeline
 Tensor = Any
 
 
-class _Prepared:
-    """What the executor looks up in a schedule, computed once.
+class Prepared:
+    """A schedule, and what the executor looks up in it, computed once.
 
     Attributes:
+        works: for each op, the method of `Planned` that does it; None for a `Compute`.
         slots: the indices of the ops before and after each event.
         waits: for each op, the ops to wait for.
         waited: the ops that another waits for.
@@ -26,7 +26,9 @@ class _Prepared:
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
         self.ops: list[Op] = list(schedule.ops)
+        self.works = [_work(op) for op in self.ops]
         number = {op.name: i for i, op in enumerate(self.ops)}
         self.waits = [[number[name] for name in op.waits] for op in self.ops]
         self._add_stream_order()
@@ -62,9 +64,18 @@ def _regions(op: Op) -> Sequence[Region]:
     return (*op.reads, *op.writes)
 
 
-@lru_cache(maxsize=256)
-def _prepare(schedule: Schedule) -> _Prepared:
-    return _Prepared(schedule)
+def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
+    match op:
+        case Compute():
+            return None
+        case Local():
+            return getattr(Planned, f"_{op.kind}")
+        case Launch():
+            return Planned._launch
+        case Free():
+            return Planned._free
+        case Deliver():
+            return Planned._deliver
 
 
 class Planned:
@@ -72,17 +83,18 @@ class Planned:
 
     Args:
         session: the step.
-        schedule: for the program that the step is expected to run.
+        prepared: the schedule of the program that the step is expected to run.
         arrays: the step's sharded arguments by leaf index (`Weight.origin`).
         poison: fill freed buffers with NaN, to show a use after free.
     """
 
-    def __init__(self, session: Session, schedule: Schedule, arrays: dict[int, Any], *, poison: bool = False) -> None:
-        self.session, self.schedule, self.arrays, self.poison = session, schedule, arrays, poison
+    def __init__(self, session: Session, prepared: Prepared, arrays: dict[int, Any], *, poison: bool = False) -> None:
+        self.session, self.prepared, self.arrays, self.poison = session, prepared, arrays, poison
+        self.schedule = schedule = prepared.schedule
         self.backend, self.mesh = session.backend, session.mesh
         self.streams = self.backend.streams(self.mesh.device)
         self.coordinate = self.mesh.coordinate
-        self.prepared = _prepare(schedule)
+        self.groups: dict[Communicator, Any] = {}
         self.buffers: list[Tensor | None] = [None] * len(schedule.buffers)
         self.pending: list[Any] = [None] * len(self.prepared.ops)
         self.issued = [False] * len(self.prepared.ops)
@@ -167,15 +179,14 @@ class Planned:
             self._issue(i)
 
     def _issue(self, i: int) -> None:
-        op = self.prepared.ops[i]
+        op, work = self.prepared.ops[i], self.prepared.works[i]
         self.issued[i] = True
-        if isinstance(op, Compute):
+        if work is None:
             for other in self.prepared.waits[i]:
                 self._wait(other)
             return
         waits = [self.pending[other] for other in self.prepared.waits[i] if self.pending[other] is not None]
-        work = self._work(op)
-        pending = self.streams.issue(op.name, op.stream, waits, work, self.session.control.poll)
+        pending = self.streams.issue(op.name, op.stream, waits, lambda: work(self, op), self.session.control.poll)
         if isinstance(op, Launch) or i in self.prepared.waited:
             self.pending[i] = pending
         if self.timeline is not None and isinstance(op, Launch):
@@ -184,16 +195,6 @@ class Planned:
     def _wait(self, i: int) -> None:
         if self.pending[i] is not None:
             self.streams.wait(self.pending[i], self.session.control.poll)
-
-    def _work(self, op: Op) -> Callable[[], Any]:
-        if isinstance(op, Launch):
-            return lambda: self._launch(op)
-        if isinstance(op, Local):
-            return lambda: getattr(self, f"_{op.kind}")(op)
-        if isinstance(op, Free):
-            return lambda: self._free(op)
-        assert isinstance(op, Deliver)
-        return lambda: self._deliver(op)
 
     # --- memory -----------------------------------------------------------------------------------------------------
     def _wholes(self, use: Use, event: int) -> list[Tensor]:
@@ -249,8 +250,11 @@ class Planned:
         return self.backend.launch(op.collective, self._group(op.communicator), sends, receives)
 
     def _group(self, communicator: Communicator) -> Any:
-        mesh = self.mesh
-        return self.backend.group(mesh.group(communicator.axes), communicator.purpose, mesh.device, mesh.timeout_s)
+        if communicator not in self.groups:
+            mesh, purpose = self.mesh, communicator.purpose
+            ranks = mesh.group(communicator.axes)
+            self.groups[communicator] = self.backend.group(ranks, purpose, mesh.device, mesh.timeout_s)
+        return self.groups[communicator]
 
     def _pack_shards(self, op: Local) -> None:
         message, start = self._flat(op.writes[0]), 0

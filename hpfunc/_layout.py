@@ -58,6 +58,8 @@ class Layout:
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
         """Returns the shape of the part of the rank at `coordinate`."""
+        if self.is_even:
+            return self.block_shape
         return tuple(part.stop - part.start for part in self.local_slices(coordinate))
 
     def _index(self, axes: tuple[str, ...], coordinate: Coordinate) -> int:
@@ -88,7 +90,7 @@ class Layout:
         """The data axes that do not cut the array, in mesh order."""
         return self.mesh.sort(set(self.mesh.data_axes) - set(self.spec.axes))
 
-    @property
+    @cached_property
     def over_data(self) -> Gather:
         """How blocks are put together over all data axes."""
         return self.gather(self.gather_axes)
@@ -115,6 +117,8 @@ class Gather:
 
     def whole_shape(self, coordinate: Coordinate) -> Shape:
         """Returns the shape without padding, for the rank at `coordinate`."""
+        if self.layout.is_even:
+            return self.padded_shape
         first = {axis: 0 for axis in self.axes}
         starts = [part.start for part in self.layout.local_slices({**coordinate, **first})]
         return tuple(

@@ -14,7 +14,7 @@ from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._arrays import leaf_specs
 from ._check import Report, check
 from ._errors import DonatedError, HpfuncWarning, SpecError, message
-from ._execute import Planned
+from ._execute import Planned, Prepared
 from ._mesh import Mesh, PartitionSpec
 from ._plan import Traits, plan
 from ._policy import Policy
@@ -64,7 +64,7 @@ class ShardedStep:
         self._fn, self.mesh, self.policy = fn, mesh, policy
         self._in_specs, self._out_specs, self._donate = in_specs, out_specs, donate_argnums
         self._debug = debug
-        self._plans: dict[Program, Schedule] = {}
+        self._plans: dict[Program, Prepared] = {}
         self._known: dict[object, _Known] = {}
         self._backend = backends.get(mesh.framework)
         self.last_schedule: Schedule | None = None
@@ -74,7 +74,7 @@ class ShardedStep:
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """Every plan so far, in the order in which they were made."""
-        return tuple(self._plans.values())
+        return tuple(prepared.schedule for prepared in self._plans.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -95,8 +95,8 @@ class ShardedStep:
             known = self._known[signature] = self._admit(session, args, kwargs, leaves)
         filled, arrays = self._fill(leaves, known)
         session.names = known.names
-        if known.program is not None:
-            session.follow(known.program, Planned(session, self._plans[known.program], arrays, poison=self._debug))
+        if (prepared := known.prepared) is not None:
+            session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
         try:
             with session_scope(session), use_mesh(self.mesh):
@@ -141,13 +141,15 @@ class ShardedStep:
 
     def _learn(self, session: Session, known: _Known) -> None:
         self.followed_plan = session.plan is not None
-        program = session.plan or session.program
-        if program not in self._plans:
-            schedule = self._plan(program)
-            session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {program.fingerprint}")
-            self._plans[program] = schedule
-        known.program = program
-        self.last_schedule = self._plans[program]
+        if session.plan is None:
+            program = session.program
+            if program not in self._plans:
+                schedule = self._plan(program)
+                session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {program.fingerprint}")
+                self._plans[program] = Prepared(schedule)
+            known.prepared = self._plans[program]
+        assert known.prepared is not None
+        self.last_schedule = known.prepared.schedule
 
     # --- arguments --------------------------------------------------------------------------------------------------
     def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> _Known:
@@ -227,13 +229,13 @@ class _Known:
         names: the path of each sharded leaf.
         specs: the entry of `in_specs` for each leaf.
         donated: which leaves may be updated in place.
-        program: what the step did with such arguments last.
+        prepared: the plan of what the step did with such arguments last.
     """
 
     names: dict[int, str]
     specs: list[PartitionSpec | None]
     donated: set[int]
-    program: Program | None = None
+    prepared: Prepared | None = None
 
 
 def _signature(leaves: Sequence[Any], treedef: Any) -> object:

@@ -34,7 +34,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--mesh", default="2,2", help="ranks as REPLICATE,SHARD (default 2,2)")
-    add("--steps", type=int, default=250)
+    add("--steps", type=int, default=200)
     add("--batch", type=int, default=4, help="sequences a rank and step")
     add("--context", type=int, default=128, help="bytes a sequence")
     add("--dim", type=int, default=256)
