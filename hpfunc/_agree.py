@@ -3,10 +3,9 @@
 # Note [Agreement]
 A rank that does something else than its peers makes them hang. So before the collectives of a step that is recorded,
 and of every eager one, ranks compare a digest of (where, what) on a control group. A step that follows its plan
-compares
-nothing: the plan itself was compared. There a rank that leaves its plan, or fails, says so on a board in the store, and
-whoever waits for longer than a moment reads the board, and ends with a message that names rank and collective. After a
-failure the groups may hold half-matched collectives. They are given up, and made anew on next use.
+compares nothing: the plan itself was compared. There a rank that leaves its plan, or fails, says so on a board in the
+store, and whoever waits for longer than a moment reads the board, and ends with a message that names rank and
+collective. After a failure the groups may hold half-matched collectives. They are given up, and made anew on next use.
 """
 
 from __future__ import annotations

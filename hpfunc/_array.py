@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
-from ._errors import DonatedError, LeafError, message
+from ._errors import DonatedError, LeafError, SpecError, UsageError, message
 from ._layout import Layout, Shape
 from ._mesh import Mesh, PartitionSpec
 from ._tree import paths
@@ -197,3 +197,15 @@ def check_sharded(
         if not is_sharded(leaf) and not (allow is not None and allow(leaf))
     ]
     raise LeafError(message(function, f"{name} has leaves that are no ShardedArray", bad, hint=hint))
+
+
+def check_gatherable(function: str, named: Sequence[tuple[str, ShardedArray]]) -> None:
+    """Raises SpecError naming every array that cannot be gathered over the data axes alone."""
+    bad = [f"{name}: {describe(a)}" for name, a in named if a.layout.misplaced(a.layout.gather_axes) is not None]
+    if bad:
+        hint = "in P(('tp', 'shard')) the first axis is the major one; put data axes last"
+        raise SpecError(message(function, "a data axis cuts a dim outside of an axis that stays cut", bad, hint=hint))
+    partial = [f"{name}: {describe(a)}" for name, a in named if a.spec.unreduced]
+    if partial:
+        hint = "finish it with hpfunc.reduce first"
+        raise UsageError(message(function, "an array still is a partial sum", partial, hint=hint))

@@ -128,7 +128,7 @@ def shard(
     specs_of: list[PartitionSpec | None] = []
     leaves, treedef = flatten(tree, is_sharded)
     options = f"broadcast_from={broadcast_from}, check_replicas={check_replicas}"
-    with agreeing(mesh, "hpfunc.shard", lambda: f"{_facts(tree, specs_of)}\n{options}"):
+    with agreeing(mesh, "hpfunc.shard", lambda: f"{_spec_facts(tree, specs_of)}\n{options}"):
         check_tensors("hpfunc.shard", "tree", tree, mesh)
         specs_of += leaf_specs("hpfunc.shard", tree, "tree", specs, mesh)
         if broadcast_from is not None and broadcast_from not in mesh.ranks:
@@ -144,13 +144,17 @@ def shard(
     return unflatten(treedef, arrays)
 
 
-def _facts(tree: Any, specs: Sequence[Any]) -> str:
+def facts(tree: Any, wanted: Sequence[str]) -> str:
+    """Returns what ranks compare before they move a tree: each leaf, and what is to become of it."""
     leaves, names = flatten(tree, is_sharded)[0], paths(tree, "tree", is_sharded)
-    padded = [*specs, *[None] * (len(leaves) - len(specs))]
     return "\n".join(
-        f"{name}: shape {tuple(leaf.shape)}, {leaf.dtype}, spec {spec}"
-        for name, leaf, spec in zip(names, leaves, padded, strict=True)
+        f"{name}: {describe(leaf)}, {leaf.dtype}, {target}"
+        for name, leaf, target in zip(names, leaves, wanted, strict=True)
     )
+
+
+def _spec_facts(tree: Any, specs: Sequence[PartitionSpec | None]) -> str:
+    return facts(tree, [f"spec {spec}" for spec in specs])
 
 
 def _check_replicas(function: str, arrays: Sequence[ShardedArray], names: Sequence[str], mesh: Mesh) -> None:
@@ -198,7 +202,7 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
         nonlocal compared
         compared = True
         specs_of: list[PartitionSpec | None] = []
-        with agreeing(mesh, "hpfunc.init", lambda: _facts(tree, specs_of)):
+        with agreeing(mesh, "hpfunc.init", lambda: _spec_facts(tree, specs_of)):
             check_tensors("hpfunc.init", "tree", tree, mesh)
             specs_of += leaf_specs("hpfunc.init", tree, "tree", specs, mesh)
         return lambda index, leaf: cut(leaf, specs_of[index] or PartitionSpec(), mesh)

@@ -10,14 +10,14 @@ from typing import Any
 
 import optree
 
-from ._array import ShardedArray, describe, is_sharded
+from ._array import ShardedArray, check_gatherable, describe, is_sharded
 from ._comm import comm
 from ._errors import LeafError, SpecError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
 from ._numerics import Numerics
 from ._program import Event
-from ._run import Session, Use, check_gatherable, current_session
+from ._run import Session, Use, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
 

@@ -16,7 +16,6 @@ from . import backends
 from ._agree import Control, control
 from ._array import ShardedArray, describe
 from ._comm import gather_whole, reduce_whole
-from ._errors import SpecError, UsageError, message
 from ._layout import Layout
 from ._mesh import Mesh
 from ._move import block_numel
@@ -75,6 +74,10 @@ class Driver(Protocol):
 
     def end_step(self, index: int) -> None:
         """The step is over."""
+        ...
+
+    def leave(self) -> None:
+        """Brings what is under way to an end, and hands unreduced gradients to the session: another driver goes on."""
         ...
 
 
@@ -165,7 +168,9 @@ class Session:
     Attributes:
         gradients: reduced gradients by weight index, written by the driver.
         arrays: the array of each weight.
-        is_planned: whether the step has followed its plan so far.
+        plan: the program that the step is expected to run, for as long as it does.
+        names: the path of each argument, by `Weight.origin`.
+        paths: that of arrays which are no arguments of a step, by the id of their owner.
     """
 
     def __init__(self, mesh: Mesh, *, is_abstract: bool = False) -> None:
@@ -272,10 +277,8 @@ class Session:
         assert self.plan is not None
         planned = self.plan.spell(self.plan.events[index]) if index < len(self.plan.events) else "the end"
         self.control.leave(f"event {index} is {self.program.spell(self.events[index])}, planned was {planned}")
-        leave = self.driver.leave  # type: ignore[attr-defined]
-        self.plan = None
-        self.driver = Eager(self)
-        leave()
+        planned_driver, self.plan, self.driver = self.driver, None, Eager(self)
+        planned_driver.leave()
 
     def pin(self, name: str) -> None:
         """Notes a collective of the caller."""
@@ -385,14 +388,5 @@ class Eager:
         """See `Driver`."""
         self.session.agree(index)
 
-
-def check_gatherable(function: str, named: Sequence[tuple[str, ShardedArray]]) -> None:
-    """Raises SpecError naming every array that cannot be gathered over the data axes alone."""
-    bad = [f"{name}: {describe(a)}" for name, a in named if a.layout.misplaced(a.layout.gather_axes) is not None]
-    if bad:
-        hint = "in P(('tp', 'shard')) the first axis is the major one; put data axes last"
-        raise SpecError(message(function, "a data axis cuts a dim outside of an axis that stays cut", bad, hint=hint))
-    partial = [f"{name}: {describe(a)}" for name, a in named if a.spec.unreduced]
-    if partial:
-        hint = "finish it with hpfunc.reduce first"
-        raise UsageError(message(function, "an array still is a partial sum", partial, hint=hint))
+    def leave(self) -> None:
+        """See `Driver`. Nothing is ever under way, and what is unreduced is with the session."""

@@ -171,11 +171,11 @@ class ShardedStep:
         return named + [path for key in sorted(kwargs) for path in paths(kwargs[key], key, is_sharded)]
 
     def _check(self, args: tuple[Any, ...], names: Sequence[str], leaves: Sequence[Any]) -> _Known:
-        gone = [n for n, x in zip(names, leaves, strict=True) if is_sharded(x) and x._owner.consumed_by is not None]
+        arrays = [(n, x) for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
+        gone = [n for n, x in arrays if x._owner.consumed_by is not None]
         if gone:
             hint = "use what the step returned, or leave the argument out of donate_argnums"
             raise DonatedError(message(_NAME, "an argument was donated before", gone, hint=hint))
-        arrays = [(n, x) for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
         foreign = [f"{n}: on {x.mesh}" for n, x in arrays if x.mesh != self.mesh]
         if foreign:
             raise SpecError(message(_NAME, "an argument lies on another mesh", foreign, mesh=self.mesh))
@@ -285,8 +285,7 @@ def sharded(
         step_fn: the step; None (or the mesh in its place) makes a decorator.
         mesh: the mesh of its arrays.
         in_specs: a prefix of the positional arguments: plain tensors under a `P` are global values, of which the step
-            gets this
-            rank's part. None leaves them alone.
+            gets this rank's part. None leaves them alone.
         out_specs: a prefix of the result: plain tensors under a `P` are this rank's part, and come out as
             `ShardedArray`.
         policy: how to schedule.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 
 from . import backends
-from ._array import ShardedArray, describe, is_sharded
+from ._array import ShardedArray, check_gatherable, describe, is_sharded
 from ._errors import LeafError, UsageError, message
 from ._grad import Run, current_run
-from ._run import Session, check_gatherable, current_session
+from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
 
@@ -62,7 +62,7 @@ def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., An
                 filled[i] = whole
             return fn(unflatten(treedef, filled), *args, **kwargs)
 
-        return _call(label, body, arrays, lambda: _array_names(params), args, kwargs)
+        return _call(label, body, arrays, lambda: _names_of(params, places), args, kwargs)
 
     return call
 
@@ -81,15 +81,16 @@ def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[Shar
         raise LeafError(message(_NAME, f"{label!r} gets sharded arrays beside its weights", others, hint=hint))
 
 
-def _array_names(params: Any) -> list[str]:
-    leaves = flatten(params, is_sharded)[0]
-    return [n for n, x in zip(paths(params, "params", is_sharded), leaves, strict=True) if is_sharded(x)]
+def _names_of(params: Any, places: Sequence[int]) -> list[str]:
+    every = paths(params, "params", is_sharded)
+    return [every[i] for i in places]
 
 
 def _call(
     label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], names: Names, args: Any, kwargs: Any
 ) -> Any:
-    run: Run | None = next((a._tracker for a in arrays if a._tracker is not None), current_run.get())  # type: ignore[misc]
+    tracker = next((a._tracker for a in arrays if a._tracker is not None), None)
+    run = current_run.get() if tracker is None else cast(Run, tracker)  # only a run tracks arrays
     backend = backends.get(arrays[0].mesh.framework)
     if backend.is_transformed(() if run is not None else [a._value for a in arrays]):
         if run is not None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from . import backends
 from ._array import ShardedArray, check_sharded, describe, is_sharded, layout_of
-from ._arrays import check_tensors, cut, leaf_specs
+from ._arrays import check_tensors, cut, facts, leaf_specs
 from ._comm import comm, gather_whole, reduce_whole
 from ._errors import SpecError, message
+from ._layout import Gather, Layout
 from ._mesh import AxisNames, Mesh, PartitionSpec, as_axes
 from ._pin import together
 from ._tree import flatten, paths, unflatten
@@ -37,20 +38,33 @@ def unshard_array(function: str, array: ShardedArray, axes: tuple[str, ...] | No
 
 def _unsharding(function: str, array: ShardedArray, axes: tuple[str, ...] | None) -> Callable[[], Tensor]:
     wanted = _gather_axes(function, array, axes)
-    backend, shape, spec, mesh = backends.get(array.mesh.framework), array.shape, array.spec, array.mesh
     if array.spec.unreduced:
         hint = "finish it with hpfunc.reduce first"
         raise SpecError(message(function, "the array still is a partial sum", [describe(array)], hint=hint))
+    gather, scatter = _maps(array.layout, wanted, ())
+    return lambda: backends.get(array.mesh.framework).linear(gather, scatter, array.local)
 
-    def gather(local: Tensor) -> Tensor:  # dims beyond those of the array come from an outer vmap
-        extra = tuple(local.shape[len(shape) :])
-        return gather_whole(local, layout_of(shape + extra, spec, mesh).gather(wanted), "user")
+
+Map = Callable[[Tensor], Tensor]
+
+
+def _maps(layout: Layout, axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -> tuple[Map, Map]:
+    """Returns the gather of local parts over `axes`, and the reduce-scatter over them that also sums `reduce_axes`.
+
+    They are each other's transposes, as far as a sum over replicas is the transpose of having the same on each.
+    """
+
+    def over(tensor: Tensor) -> Gather:  # dims beyond those of the array come from an outer vmap
+        extra = tuple(tensor.shape[len(layout.shape) :])
+        return layout_of(layout.shape + extra, layout.spec, layout.mesh).gather(axes)
+
+    def gather(local: Tensor) -> Tensor:
+        return gather_whole(local, over(local), "user")
 
     def scatter(whole: Tensor) -> Tensor:
-        extra = tuple(whole.shape[len(shape) :])
-        return reduce_whole(whole, layout_of(shape + extra, spec, mesh).gather(wanted), (), ("user", "user"))
+        return reduce_whole(whole, over(whole), reduce_axes, ("user", "user"))
 
-    return lambda: backend.linear(gather, scatter, array.local)
+    return gather, scatter
 
 
 def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
@@ -85,7 +99,7 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
         check_sharded(name, "tree", tree, _ONLY_ARRAYS)
         return tree
     wanted = None if axes is None else as_axes(axes)
-    with together(name, mesh, lambda: _facts(tree, [f"axes {wanted}"] * len(leaves))):
+    with together(name, mesh, lambda: facts(tree, [f"axes {wanted}"] * len(leaves))):
         check_sharded(name, "tree", tree, _ONLY_ARRAYS)
         if wanted is not None:
             mesh.check_axes(name, wanted)
@@ -95,14 +109,6 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
 
 def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
     return next((leaf.mesh for leaf in leaves if is_sharded(leaf)), None)
-
-
-def _facts(tree: Any, wanted: Sequence[Any]) -> str:
-    leaves, names = flatten(tree, is_sharded)[0], paths(tree, "tree", is_sharded)
-    return "\n".join(
-        f"{name}: {describe(leaf)}, {leaf.dtype}, {target}"
-        for name, leaf, target in zip(names, leaves, wanted, strict=True)
-    )
 
 
 def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
@@ -137,12 +143,12 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     if not leaves:
         return tree
     if all(map(is_sharded, leaves)):
-        with together(name, leaves[0].mesh, lambda: _facts(tree, ["finished"] * len(leaves))):
-            pass
+        with together(name, leaves[0].mesh, lambda: facts(tree, ["finished"] * len(leaves))):
+            pass  # nothing to check; they only compare
         return unflatten(treedef, [_finish(leaf) for leaf in leaves])
     mesh = current_mesh(name, mesh)
     specs_of: list[PartitionSpec] = []
-    with together(name, mesh, lambda: _facts(tree, [f"to {spec}" for spec in specs_of])):
+    with together(name, mesh, lambda: facts(tree, [f"to {spec}" for spec in specs_of])):
         check_tensors(name, "tree", tree, mesh)
         if specs is None:
             raise SpecError(message(name, "plain tensors need specs", hint="give the specs of the result"))
@@ -187,20 +193,11 @@ def _whole_of(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[
 
 
 def _reduce_tensor(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
-    backend, shape = backends.get(mesh.framework), _whole_of(tuple(tensor.shape), spec, mesh)
-    axes = layout_of(shape, spec, mesh).reduce_axes
-    axes = tuple(axis for axis in axes if axis not in spec.unreduced)
-    wanted = layout_of(shape, spec, mesh).gather_axes
-
-    def scatter(whole: Tensor) -> Tensor:
-        extra = tuple(whole.shape[len(shape) :])
-        return reduce_whole(whole, layout_of(shape + extra, spec, mesh).gather(wanted), axes, ("user", "user"))
-
-    def gather(local: Tensor) -> Tensor:
-        extra = tuple(local.shape[len(shape) :])
-        return gather_whole(local, layout_of(shape + extra, spec, mesh).gather(wanted), "user")
-
-    return ShardedArray(backend.linear(scatter, gather, tensor), shape, spec, mesh)
+    layout = layout_of(_whole_of(tuple(tensor.shape), spec, mesh), spec, mesh)
+    axes = tuple(axis for axis in layout.reduce_axes if axis not in spec.unreduced)
+    gather, scatter = _maps(layout, layout.gather_axes, axes)
+    local = backends.get(mesh.framework).linear(scatter, gather, tensor)
+    return ShardedArray(local, layout.shape, spec, mesh)
 
 
 def _finish(array: ShardedArray) -> ShardedArray:
@@ -238,7 +235,7 @@ def reshard(tree: Any, specs: Any) -> Any:
         check_sharded(name, "tree", tree, "shard it first")
         return tree
     specs_of: list[PartitionSpec] = []
-    with together(name, mesh, lambda: _facts(tree, [f"to {spec}" for spec in specs_of])):
+    with together(name, mesh, lambda: facts(tree, [f"to {spec}" for spec in specs_of])):
         check_sharded(name, "tree", tree, "shard it first")
         specs_of += [spec or PartitionSpec() for spec in leaf_specs(name, tree, "tree", specs, mesh)]
     return unflatten(treedef, [_reshard(array, spec) for array, spec in zip(leaves, specs_of, strict=True)])

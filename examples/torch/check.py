@@ -10,7 +10,7 @@ import model
 import optree
 import torch
 from text import Text
-from train_text import make_step, units
+from train_text import batch, make_step, units
 
 import hpfunc as hp
 
@@ -53,10 +53,6 @@ def run(args: argparse.Namespace, mesh: hp.Mesh, data: Text, say: Callable[[str]
     return 0 if good else 1
 
 
-def _batch(args: argparse.Namespace, data: Text, step: int, rank: int) -> list[torch.Tensor]:
-    return [torch.from_numpy(x) for x in data.batch(args.seed, step, rank, args.batch, args.context)]
-
-
 def _sharded(
     args: argparse.Namespace,
     config: model.Config,
@@ -70,7 +66,7 @@ def _sharded(
     params = hp.init(lambda: model.init(config), mesh, hp.P("shard"))
     step, state, losses = make_step(units(), optimizer, mesh, policy), optimizer.init(params), []
     for number in range(NUM_STEPS):
-        params, state, loss = step(params, state, *_batch(args, data, number, mesh.rank))
+        params, state, loss = step(params, state, *batch(args, data, number, mesh.rank))
         losses.append(float(loss))
     return hp.unshard(params), losses
 
@@ -88,7 +84,7 @@ def _alone(
     leaves, losses = [leaf.requires_grad_() for leaf in optree.tree_leaves(cast(Any, params))], []
     optimizer = make_optimizer(leaves)
     for number in range(NUM_STEPS):
-        each = [model.loss(model.PLAIN, params, *_batch(args, data, number, rank)) for rank in range(num_ranks)]
+        each = [model.loss(model.PLAIN, params, *batch(args, data, number, rank)) for rank in range(num_ranks)]
         loss = torch.stack(each).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -72,6 +72,11 @@ def units() -> model.Layers:
     return model.Layers(*map(hp.unit, model.PLAIN))
 
 
+def batch(args: argparse.Namespace, data: text.Text, step: int, rank: int) -> list[torch.Tensor]:
+    """Returns the inputs and labels of a rank in a step."""
+    return [torch.from_numpy(x) for x in data.batch(args.seed, step, rank, args.batch, args.context)]
+
+
 def evaluate(layers: model.Layers, params: Any, mesh: hp.Mesh, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     """Returns the bits per byte; every rank looks at its own part of the windows."""
 
@@ -110,13 +115,10 @@ def train(args: argparse.Namespace, mesh: hp.Mesh, data: text.Text, say: Say) ->
     num_weights = sum(math.prod(x.shape) for x in leaves(params))
     say(f"{mesh}, {num_weights / 1e6:.1f} million weights, {len(data.train) / 1e6:.1f} MB of text, {policy}")
 
-    def batch(number: int) -> list[torch.Tensor]:
-        return [torch.from_numpy(x) for x in data.batch(args.seed, number, mesh.rank, args.batch, args.context)]
-
     begin, tokens = time.perf_counter(), mesh.size * args.batch * args.context
     with progress(mesh.rank == 0, args.steps) as advance:
         for number in range(args.steps):
-            params, state, loss = step(params, state, *batch(number))
+            params, state, loss = step(params, state, *batch(args, data, number, mesh.rank))
             rate = tokens * (number + 1) / (time.perf_counter() - begin)
             sent = sum(step.last_counters.bytes_sent.values()) / 1e6 if step.last_counters else 0.0
             advance(f"loss {float(loss) / math.log(2):.3f} bits/byte, {rate:,.0f} tokens/s, {sent:.1f} MB sent a rank")
@@ -128,7 +130,7 @@ def train(args: argparse.Namespace, mesh: hp.Mesh, data: text.Text, say: Say) ->
     say(f"held out: {bits:.3f} bits per byte; a bigram model has {bigram:.3f} ({100 * (bits / bigram - 1):+.1f} %)")
 
     with hp.record_timeline() as timeline:
-        params, state, _ = step(params, state, *batch(args.steps))
+        params, state, _ = step(params, state, *batch(args, data, args.steps, mesh.rank))
     whole = hp.unshard(params)
     if mesh.rank == 0:
         report(args, step, timeline)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -180,7 +180,7 @@ class TorchTape:
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
         wholes = use.before_forward()
-        inputs = [leaf for leaf in optree.tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]  # type: ignore[arg-type]
+        inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if isinstance(leaf, Tensor)]
         use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
         if not use.needs_backward:
             return use_plain(fn, wholes, use.names, *args, **kwargs)
