@@ -51,6 +51,7 @@ class Report:
             delivered gradients do, to the end of the step.
         peak_at: the op at which that is reached first.
         max_whole_units: most units that are whole, or being gathered, at one time.
+        max_whole_bytes: most bytes in whole weights, and in messages out of which they are unpacked, at one time.
         launches: number of launches, by collective.
         hidden_launches: how many of them may be under way while a unit computes.
         sent_bytes: bytes that a rank sends, by collective.
@@ -60,6 +61,7 @@ class Report:
     peak_bytes: int
     peak_at: str
     max_whole_units: int
+    max_whole_bytes: int
     launches: Mapping[str, int]
     hidden_launches: int
     sent_bytes: Mapping[str, int]
@@ -81,7 +83,7 @@ def check(schedule: Schedule) -> Report:
     >>> from hpfunc._plan import plan
     >>> from hpfunc._policy import Policy
     >>> from hpfunc._program import Event, Program, Unit, Weight
-    >>> weight = Weight("w", 64, "float32", "float32", "float32", ("shard",), 4, (), 1, divisor=4)
+    >>> weight = Weight("w", 64, *["float32"] * 4, ("shard",), 4, (), 1, divisor=4)
     >>> kinds = ("forward", "backward")
     >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))
     >>> report = check(plan(Program((weight,), (Unit("layer", (0,)),), events), Policy()))
@@ -221,7 +223,11 @@ def _bad_local(schedule: Schedule, op: Local) -> Iterator[str]:
         case "unpack_wholes":
             fits = len(op.writes) == len(op.weights) > 0 and len(op.reads) == 1
         case "accumulate":
-            fits = len(op.reads) == 2 and len(op.writes) == len(op.weights) == 1
+            sums = list(zip(op.reads[::2], op.reads[1::2], op.writes, strict=False))
+            fits = len(op.reads) == 2 * len(op.writes) == 2 * len(sums)
+            fits = fits and (not op.weights or len(op.weights) == len(op.writes))
+            fits = fits and all(a.numel == b.numel == total.numel for a, b, total in sums)
+            fits = fits and all(total in (a, b) or op.weights for a, b, total in sums)
     if not fits or not op.writes:
         yield f"{op.kind} cannot have {len(op.reads)} reads and {len(op.writes)} writes of these sizes"
 
@@ -239,6 +245,7 @@ def report(schedule: Schedule) -> Report:
     live_bytes, peak, max_whole_units = 0, (0, ""), 0
     units, ranks = _units_of_buffers(schedule), num_ranks(schedule.program)
     whole = Counter[int]()
+    whole_bytes = max_whole_bytes = 0
     launches, sent, written = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
         begun = {region.buffer for region in _writes(op)} - live
@@ -247,16 +254,21 @@ def report(schedule: Schedule) -> Report:
         peak = max(peak, (live_bytes, op.name), key=lambda at: at[0])
         whole.update(unit for buffer in begun for unit in units.get(buffer, ()))
         max_whole_units = max(max_whole_units, sum(count > 0 for count in whole.values()))
+        whole_bytes += sum(_whole_bytes(schedule, buffer) for buffer in begun)
+        max_whole_bytes = max(max_whole_bytes, whole_bytes)
         if isinstance(op, Free):
             live.discard(op.buffer)
             live_bytes -= _aligned_bytes(schedule, op.buffer)
+            whole_bytes -= _whole_bytes(schedule, op.buffer)
             whole.subtract(units.get(op.buffer, ()))
         elif isinstance(op, Launch):
             launches[op.collective] += 1
             sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
         elif isinstance(op, Local):
             written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
-    return Report(*peak, max_whole_units, dict(launches), hidden_launches(schedule), dict(sent), dict(written))
+    return Report(
+        *peak, max_whole_units, max_whole_bytes, dict(launches), hidden_launches(schedule), dict(sent), dict(written)
+    )
 
 
 def _writes(op: Op) -> tuple[Region, ...]:
@@ -265,6 +277,11 @@ def _writes(op: Op) -> tuple[Region, ...]:
 
 def _aligned_bytes(schedule: Schedule, buffer: int) -> int:
     return -(-schedule.buffers[buffer].size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _whole_bytes(schedule: Schedule, buffer: int) -> int:
+    found = schedule.buffers[buffer]
+    return found.size_bytes if found.kind in ("whole", "gathered") else 0
 
 
 def _size_bytes(schedule: Schedule, region: Region) -> int:

@@ -11,7 +11,7 @@ from ._agree import control
 from ._layout import Gather
 from ._mesh import Mesh
 from ._move import block_numel, local_view, pack_gradient, pack_shard, unpack_whole, whole_view
-from .backends._base import Purpose
+from .backends._base import Backend, Purpose
 
 Tensor = Any
 
@@ -158,37 +158,50 @@ def gather_whole(local: Tensor, gather: Gather, purpose: Purpose, dtype: str | N
     return whole_view(padded, gather, mesh.coordinate)
 
 
-def reduce_whole(
-    whole: Tensor,
-    gather: Gather,
-    reduce_axes: tuple[str, ...],
-    purposes: tuple[Purpose, Purpose],
-    *,
-    reduce_dtype: str | None = None,
-    divisor: int = 1,
-    dtype: str | None = None,
+def scatter_whole(whole: Tensor, gather: Gather, purpose: Purpose, dtype: str, divisor: int = 1) -> Tensor:
+    """Returns this rank's block of the sum of all `whole` over ``gather.axes``. A new flat tensor. See Note [Scale].
+
+    Communication: a reduce-scatter.
+    """
+    channel = comm(gather.layout.mesh, gather.axes, purpose)
+    backend = channel.backend
+    part = backend.empty((channel.size, block_numel(gather)), dtype, backend.device_of(whole))
+    pack_gradient(backend, part, backend.detach(whole), gather, divisor if dtype == "float16" else 1)
+    return channel.reduce_scatter(part) if channel.size > 1 else part.reshape(-1)
+
+
+def finish_block(
+    block: Tensor, gather: Gather, axes: tuple[str, ...], purpose: Purpose, reduce_dtype: str, divisor: int, dtype: str
 ) -> Tensor:
-    """Returns this rank's part of the sum of all `whole`, divided by `divisor`. A new tensor. See Note [Scale].
+    """Returns this rank's part of the sum over `axes` of what `scatter_whole` gave, divided. May divide `block`.
+
+    Communication: an all-reduce.
+    """
+    mesh = gather.layout.mesh
+    channel = comm(mesh, axes, purpose)
+    if channel.size > 1:
+        block = channel.all_reduce(_cast(channel.backend, block, reduce_dtype))
+    if reduce_dtype != "float16" and divisor != 1:
+        channel.backend.divide(block, divisor)
+    return local_view(_cast(channel.backend, block, dtype), gather, mesh.coordinate)
+
+
+def _cast(backend: Backend, block: Tensor, dtype: str) -> Tensor:
+    if backend.dtype_name(block) == dtype:
+        return block
+    cast = backend.empty(tuple(block.shape), dtype, backend.device_of(block))
+    backend.copy(cast, block)
+    return cast
+
+
+def reduce_whole(whole: Tensor, gather: Gather, reduce_axes: tuple[str, ...]) -> Tensor:
+    """Returns this rank's part of the sum of all `whole`. A new tensor.
 
     Communication: a reduce-scatter over ``gather.axes``, an all-reduce over `reduce_axes`.
     """
-    mesh = gather.layout.mesh
-    scatter = comm(mesh, gather.axes, purposes[0])
-    backend, device = scatter.backend, scatter.backend.device_of(whole)
-    reduce_dtype = reduce_dtype or backend.dtype_name(whole)
-    before = divisor if reduce_dtype == "float16" else 1
-    part = backend.empty((scatter.size, block_numel(gather)), reduce_dtype, device)
-    pack_gradient(backend, part, backend.detach(whole), gather, before)
-    block = scatter.reduce_scatter(part) if scatter.size > 1 else part.reshape(-1)
-    if mesh.axis_size(reduce_axes) > 1:
-        block = comm(mesh, reduce_axes, purposes[1]).all_reduce(block)
-    if divisor != before:
-        backend.divide(block, divisor)
-    if dtype not in (None, reduce_dtype):
-        cast = backend.empty(tuple(block.shape), dtype, device)
-        backend.copy(cast, block)
-        block = cast
-    return local_view(block, gather, mesh.coordinate)
+    dtype = comm(gather.layout.mesh, gather.axes, "user").backend.dtype_name(whole)
+    block = scatter_whole(whole, gather, "user", dtype)
+    return finish_block(block, gather, reduce_axes, "user", dtype, 1, dtype)
 
 
 # Note [Scale]

@@ -20,6 +20,7 @@ ENTIRE = -2
 """As a rank: all of them, in a layout that is not block after block."""
 
 Axes: TypeAlias = tuple[str, ...]
+Uses: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Grad:
     """The block of a weight's gradient that belongs to `rank`, after casts through `dtypes`.
 
     Attributes:
-        uses: the (event, position in its unit) whose gradients are added up in it, in that order.
+        uses: the (event, position in its unit) whose gradients are added up in it, in that order, in groups: those of a
+            group were added up before they were scattered. See Note [Carried gradients].
         summed: the mesh axes over which it is summed.
         divided: what it is divided by.
         early: it was divided before it was summed.
@@ -65,7 +67,7 @@ class Grad:
     weight: int
     rank: int
     dtypes: tuple[str, ...]
-    uses: tuple[tuple[int, int], ...]
+    uses: tuple[Uses, ...]
     summed: frozenset[str] = frozenset()
     divided: int = 1
     early: bool = False
@@ -149,6 +151,37 @@ class WrongError(Exception):
     """An op does not find what it needs."""
 
 
+def added(weights: Sequence[Weight], earlier: Content, later: Content) -> Content:
+    """Returns the sum of scattered gradients: of groups that were added up, and of one more. Order makes bits."""
+    if [piece.numel for piece in earlier] != [piece.numel for piece in later]:
+        raise WrongError("adds what does not lie alike")
+    return tuple(_added(weights, *pair) for pair in zip(earlier, later, strict=True))
+
+
+def _added(weights: Sequence[Weight], earlier: Piece, later: Piece) -> Piece:
+    a, b = earlier.value, later.value
+    if isinstance(a, Zero) and isinstance(b, Zero):
+        return earlier
+    if (
+        not isinstance(a, Grad)
+        or not isinstance(b, Grad)
+        or a.rank != OWN
+        or len(b.uses) != 1
+        or not a.uses
+        or b.source
+    ):
+        raise WrongError("does not add one scattered gradient to those before it")
+    weight = weights[a.weight]
+    due = frozenset(weight.gather_axes if weight.num_shards > 1 else ())
+    for value in (a, b):
+        if value.summed != due or chain(*value.dtypes, weight.accum_dtype) != scattered_dtypes(weight, value.uses):
+            raise WrongError(f"adds what is not the scattered gradient of {weight.name}: {value}")
+    alike = replace(a, uses=b.uses, dtypes=b.dtypes) == b and earlier.base == later.base
+    if not alike or max(map(max, a.uses)) >= min(map(min, b.uses)):
+        raise WrongError(f"adds gradients of {weight.name} that do not follow each other")
+    return replace(earlier, value=replace(a, uses=a.uses + b.uses, dtypes=(weight.accum_dtype,)))
+
+
 # ------------------------------------------------------------------------------------------------------ what is right
 
 
@@ -184,11 +217,25 @@ def packed(weights: Sequence[Weight], values: Sequence[Param | Grad]) -> Content
     return tuple(Piece(value.at(rank), numel) for rank in ranks for value, numel in blocks_of if numel)
 
 
-def finished(program: Program, weight: int, uses: tuple[tuple[int, int], ...]) -> Content:
-    """Returns the gradient that the caller is to get."""
+def summed_dtypes(weight: Weight, uses: Uses) -> tuple[str, ...]:
+    """Returns the dtypes of a whole gradient: that of the unit, or, if it is a sum, that in which it was added up."""
+    return (weight.dtype,) if len(uses) == 1 else (weight.accum_dtype,)
+
+
+def scattered_dtypes(weight: Weight, uses: tuple[Uses, ...]) -> tuple[str, ...]:
+    """Returns the dtypes through which a scattered gradient has passed when it is added to others."""
+    if len(uses) > 1:
+        return (weight.accum_dtype,)
+    return chain(*summed_dtypes(weight, uses[0]), weight.reduce_dtype, weight.accum_dtype)
+
+
+def finished(program: Program, weight: int, uses: tuple[Uses, ...], carried: bool) -> Content:
+    """Returns the gradient that the caller is to get; `carried`, if a part of it comes from an earlier backward."""
     w = program.weights[weight]
     early = w.reduce_dtype == "float16" and w.divisor > 1
-    dtypes = chain(w.dtype, w.reduce_dtype, w.shard_dtype)
+    dtypes = scattered_dtypes(w, uses)
+    if carried and w.num_replicas > 1:
+        dtypes = chain(*dtypes, w.reduce_dtype, w.accum_dtype)
     return join([(Piece(Grad(weight, OWN, dtypes, uses, sum_axes(w), w.divisor, early), w.block_numel),)])
 
 

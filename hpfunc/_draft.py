@@ -56,6 +56,9 @@ class Draft:
     def weight(self, index: int) -> str:
         return self._weights[index]
 
+    def dtype(self, region: Region) -> str:
+        return self._buffers[region.buffer].dtype
+
     def shard(self, weight: int) -> Region:
         """Returns the caller's shard of a weight."""
         if weight not in self._shards:

@@ -285,8 +285,21 @@ class Planned:
             pack_gradient(self.backend, part, gradient, self._array(weight).layout.over_data, op.divisor)
 
     def _accumulate(self, op: Local) -> None:
-        left, right = (self.buffers[region.buffer] for region in op.reads)
-        self.buffers[op.writes[0].buffer] = self.backend.add(left, right)
+        if op.weights:
+            self._accumulate_wholes(op)
+            return
+        for earlier, later, total in zip(op.reads[::2], op.reads[1::2], op.writes, strict=True):
+            other = later if total == earlier else earlier
+            self.backend.accumulate(self._flat(total), self._flat(other))
+
+    def _accumulate_wholes(self, op: Local) -> None:
+        (earlier, later), (total,) = op.reads, op.writes
+        if total == earlier:
+            self.backend.accumulate(self.buffers[total.buffer], self.buffers[later.buffer])
+        else:
+            left, right = self.buffers[earlier.buffer], self.buffers[later.buffer]
+            dtype = self.schedule.buffers[total.buffer].dtype
+            self.buffers[total.buffer] = self.backend.add(left, right, dtype)
 
     def _zero(self, op: Local) -> None:
         for region in op.writes:

@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._draft import Draft
-from ._policy import Policy
-from ._program import COMPUTES, Program, Unit, Weight
-from ._schedule import Communicator, Region, itemsize
-
-# Note [The units near an event]
-# The units *near* event i are the first `prefetch + 1` different ones that are used from i on; units that need no
-# gather do not count. Before event i the near units are gathered, in the order of their use. After it, its own unit is
-# released unless it is near event i + 1. So every unit that is whole or in flight is near the current event, hence
-# there are at most `prefetch + 1` of them: the units near i + 1 include all units near i but that of event i, because
-# taking the first use off a list moves no other first use back. What is released is always what is used again last, or
-# never: no choice of the same size gathers less. At the turn from forward to backward the last `prefetch + 1` units
-# stay whole. Where the unit of event i needs no gather, one unit less is gathered ahead: `prefetch` counts the same.
-
-
-def in_place(weight: Weight) -> bool:
-    """Returns whether the shard itself is the whole weight."""
-    return weight.num_shards == 1 and weight.dtype == weight.shard_dtype
-
-
-def messages(program: Program, weights: tuple[int, ...], policy: Policy) -> list[tuple[int, ...]]:
-    """Returns which cut weights share a message: small ones of the same axes and dtype do, others travel alone."""
-    buckets: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index in weights:
-        weight = program.weights[index]
-        packs = weight.whole_numel * itemsize(weight.dtype) < policy.pack_below_bytes
-        buckets[(weight.gather_axes, weight.dtype, None if packs else index)].append(index)
-    return [tuple(bucket) for bucket in buckets.values()]
+from ._messages import gathered_messages, in_place, is_received_in_place
+from ._schedule import Communicator, Region
+from ._windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +27,7 @@ class Gathers:
         self._draft = draft
         self._program = draft.program
         self._policy = draft.policy
+        self._windows = Windows(draft.program, draft.policy)
         self._wholes: dict[int, dict[int, Region]] = {}
         self._flying: dict[int, list[_Message]] = {}
         self._called: set[int] = set()
@@ -59,13 +35,11 @@ class Gathers:
     def before(self, event: int) -> list[Region]:
         """Makes the unit of a compute event whole and gathers ahead; returns what the event reads."""
         index = self._unit(event)
-        near = self._near(event)
-        ahead = near[: self._policy.prefetch + (index in near[:1])]
-        if self._needs_gather(self._program.units[index]) and index not in self._wholes:
+        if not self._windows.is_in_place(index) and index not in self._wholes:
             self._launch(index)
         self._called.add(index)
         self._finish(index)
-        for other in ahead:
+        for other in self._ahead(event, index):
             if other not in self._wholes and self._known(other):
                 self._launch(other)
         wholes = self._wholes.get(index, {})
@@ -82,37 +56,26 @@ class Gathers:
         for index in tuple(self._wholes):
             self._release(index)
 
+    def _ahead(self, event: int, unit: int) -> tuple[int, ...]:
+        """Returns the units that are to be whole, or under way, while that of an event computes."""
+        near = self._windows.near(event, self._kept() - {unit})
+        forward = self._program.events[event].kind == "forward"
+        depth = self._policy.prefetch if forward else self._policy.backward_depth
+        return near[: depth + (unit in near[:1])]
+
+    def _kept(self) -> frozenset[int]:
+        return frozenset(unit for unit in self._wholes if self._windows.releases[unit] != "forward")
+
     def _keeps(self, unit: int, event: int) -> bool:
-        release = self._policy.release
-        if release == "never" or unit in self._near(event + 1):
+        release = self._windows.releases[unit]
+        if release == "never" or unit in self._windows.near(event + 1, self._kept() - {unit}):
             return True
-        return release == "backward" and unit in self._units_until_end_backward(event + 1)
-
-    def _near(self, event: int) -> list[int]:
-        units: list[int] = []
-        for later in self._program.events[event:]:
-            if later.kind not in COMPUTES or later.unit is None or later.unit in units:
-                continue
-            if self._needs_gather(self._program.units[later.unit]):
-                units.append(later.unit)
-            if len(units) > self._policy.prefetch:
-                break
-        return units
-
-    def _units_until_end_backward(self, event: int) -> Iterator[int]:
-        for later in self._program.events[event:]:
-            if later.kind == "end_backward":
-                return
-            if later.unit is not None:
-                yield later.unit
+        return release == "backward" and not self._windows.is_last_of_backward(unit, event)
 
     def _unit(self, event: int) -> int:
         index = self._program.events[event].unit
         assert index is not None, event
         return index
-
-    def _needs_gather(self, unit: Unit) -> bool:
-        return not all(in_place(self._program.weights[w]) for w in unit.weights)
 
     def _known(self, unit: int) -> bool:
         """Returns whether the unit's shards exist: an array that the step makes does when its unit is called."""
@@ -128,7 +91,8 @@ class Gathers:
         wholes = self._wholes[unit] = {w: self._whole(w) for w in weights if not in_place(program.weights[w])}
         if casts := [w for w in wholes if w not in cut]:
             draft.local(f"cast {label}", "copy", "gather", [draft.shard(w) for w in casts], [wholes[w] for w in casts])
-        flying = [self._message(label, bucket, wholes) for bucket in messages(program, cut, self._policy)]
+        buckets = gathered_messages(program, unit, self._policy)
+        flying = [self._message(label, bucket, wholes) for bucket in buckets]
         launches: defaultdict[tuple[str, ...], list[_Message]] = defaultdict(list)
         for message in flying:
             launches[program.weights[message.weights[0]].gather_axes].append(message)
@@ -149,7 +113,7 @@ class Gathers:
         else:
             sent = draft.buffer("send", of, numel, first.dtype, "gather")
             draft.local(f"pack {of}", "pack_shards", "gather", shards, [sent], weights=bucket)
-        if alone and first.direct:
+        if is_received_in_place(self._program, bucket):
             return _Message(bucket, sent, wholes[bucket[0]])
         return _Message(bucket, sent, draft.buffer("gathered", of, numel * first.num_shards, first.dtype, "gather"))
 

@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -16,13 +17,33 @@ from ._errors import LeafError, SpecError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
 from ._numerics import Numerics
-from ._program import Event
+from ._program import Carry, Event
 from ._run import Session, Use, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
 
 Tensor = Any
+_NAME = "hpfunc.value_and_grad"
 current_run: ContextVar[Run | None] = ContextVar("hpfunc_run", default=None)
+
+
+@dataclass(slots=True)
+class Backwards:
+    """The backwards that make one gradient: a single one, or those of `accumulate`. See Note [Carried gradients].
+
+    Attributes:
+        count: how many.
+        carry: what all but the last leave to the next.
+        left: how many are to come, with the present one.
+        first_run: number of the first run.
+        direct: sums of the gradients of local parts and plain tensors, by place among the differentiated leaves.
+    """
+
+    count: int = 1
+    carry: Carry = ""
+    left: int = 1
+    first_run: int | None = None
+    direct: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Run:
@@ -30,17 +51,41 @@ class Run:
 
     Attributes:
         state: ``"forward"``, ``"backward"`` or ``"done"``.
+        carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
         open_uses: by unit, the use whose backward has begun and not ended.
+        weights: the weight of each array that was used, by the id of its owner.
     """
 
-    def __init__(self, session: Session, numerics: Numerics, number: int) -> None:
-        self.session, self.numerics, self.number = session, numerics, number
+    def __init__(self, session: Session, numerics: Numerics, backwards: Backwards) -> None:
+        self.session, self.numerics, self.backwards = session, numerics, backwards
+        self.number = session.new_run()
+        if backwards.first_run is None:
+            backwards.first_run = self.number
+        self.carry: Carry = backwards.carry if backwards.left > 1 else ""
         self.tape = session.backend.tape(session.mesh.device)
         self.state = "forward"
         self.uses_left: dict[int, int] = defaultdict(int)
         self.open_uses: dict[int, Use] = {}
+        self.weights: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._aliases: dict[int, tuple[int, Tensor]] = {}
+
+    def track(self, leaf: Any, place: int) -> Any:
+        """Returns a leaf as the differentiated function sees it."""
+        if not is_sharded(leaf):
+            return self.tape.leaf(leaf)
+        # A new owner for each leaf: one array that stands at two places of the tree has two gradients, as in JAX.
+        handle = leaf.with_local(leaf._value)
+        self._places[id(handle._owner)] = place
+        return handle._handle(tracker=self, origin=leaf._origin)
+
+    def key(self, array: ShardedArray, source: object) -> object:
+        """Returns what makes an array another weight of the program than any other array."""
+        place = self._places.get(id(array._owner)) if array._tracker is self else None
+        if place is not None and array._origin is None:
+            source = ("made", self.backwards.first_run)
+        return source, place, self.numerics, self.backwards.count
 
     def local(self, array: ShardedArray) -> Tensor:
         """See `Tracker`."""
@@ -76,34 +121,65 @@ class Run:
             if trainable:
                 self.uses_left[weight] -= 1
 
-    def collect(self, array: ShardedArray, leaf_gradients: Sequence[Tensor | None]) -> ShardedArray:
-        """Returns the reduced gradient of one array: what its units delivered plus what its local part received.
+    def backward(self, loss: Tensor, tracked: Sequence[Any], num_plain: int) -> None:
+        """Runs the backward, and adds up the gradients that are none of a unit's."""
+        self.state = "backward"
+        leaf_gradients = self.tape.backward(loss)
+        self.session.driver.end_backward(self.session.emit(Event("end_backward", carry=self.carry)))
+        plain = iter(range(num_plain))
+        for place, leaf in enumerate(tracked):
+            if not is_sharded(leaf):
+                self._add_direct(place, leaf, leaf_gradients[next(plain)])
+            elif alias := self._aliases.get(id(leaf._owner)):
+                self._add_direct(place, leaf, leaf_gradients[alias[0]])
+
+    def _add_direct(self, place: int, leaf: Any, gradient: Tensor | None) -> None:
+        backend, sums = self.session.backend, self.backwards.direct
+        if gradient is None:
+            gradient = zeros_like(self.session, leaf)
+        if place in sums:
+            gradient = backend.add(sums[place], gradient, self.accum_dtype(leaf))
+        sums[place] = gradient
+
+    def accum_dtype(self, leaf: Any) -> str:
+        """Returns the dtype of the gradient of a leaf."""
+        tensor = leaf._value if is_sharded(leaf) else leaf
+        return self.numerics.accum_dtype or self.session.backend.dtype_name(tensor)
+
+    def gradient(self, leaf: Any, place: int) -> Any:
+        """Returns the gradient of a leaf: what its units delivered plus what it, or its local part, received directly.
 
         Communication: for an array whose local part was used, an all-reduce over the data axes that do not cut it.
         """
-        session, backend = self.session, self.session.backend
-        weight = session._weight_index.get((id(array._owner), self.number))
-        total = session.gradients.pop(weight, None) if weight is not None else None
-        alias = self._aliases.get(id(array._owner))
-        if alias is not None:
-            direct = self._reduce_leaf(array, leaf_gradients[alias[0]])
-            total = direct if total is None else backend.add(total, direct)
-        return array.with_local(zeros_like(session, array._value) if total is None else total)
+        backend, direct = self.session.backend, self.backwards.direct.get(place)
+        if not is_sharded(leaf):
+            assert direct is not None, "a plain tensor has a gradient, if only of zeros"
+            if self.numerics.reduce_op == "mean" and self.backwards.count > 1:
+                direct = direct / self.backwards.count
+            return backend.cast(direct, self.accum_dtype(leaf))
+        weight = self.weights.get(id(leaf._owner))
+        total = self.session.gradients.pop(weight, None) if weight is not None else None
+        if direct is not None:
+            direct = self._reduce_direct(leaf, direct)
+            total = direct if total is None else backend.add(total, direct, self.accum_dtype(leaf))
+        if total is None:
+            total = zeros_like(self.session, leaf, self.accum_dtype(leaf))
+        return leaf.with_local(total)
 
-    def _reduce_leaf(self, array: ShardedArray, gradient: Tensor | None) -> Tensor:
-        backend, mesh, axes = self.session.backend, array.mesh, array.layout.reduce_axes
-        total = zeros_like(self.session, array._value) if gradient is None else gradient
+    def _reduce_direct(self, array: ShardedArray, total: Tensor) -> Tensor:
+        mesh, axes = array.mesh, array.layout.reduce_axes
         if mesh.axis_size(axes) > 1:
             total = comm(mesh, axes, "all_reduce").all_reduce(total)
         if self.numerics.reduce_op == "mean":
-            total = total / mesh.axis_size(mesh.data_axes)
-        return backend.detach(total)
+            total = total / (mesh.axis_size(mesh.data_axes) * self.backwards.count)
+        return self.session.backend.cast(self.session.backend.detach(total), self.accum_dtype(array))
 
 
-def zeros_like(session: Session, tensor: Tensor) -> Tensor:
-    """Returns zeros of the shape, dtype and device of a tensor."""
-    backend = session.backend
-    return backend.empty(tuple(tensor.shape), backend.dtype_name(tensor), backend.device_of(tensor), zero=True)
+def zeros_like(session: Session, leaf: Any, dtype: str | None = None) -> Tensor:
+    """Returns zeros of the local shape and the device of a leaf, and of its dtype unless another one is given."""
+    backend, tensor = session.backend, leaf._value if is_sharded(leaf) else leaf
+    dtype = dtype or backend.dtype_name(tensor)
+    return backend.empty(tuple(tensor.shape), dtype, backend.device_of(tensor), zero=True)
 
 
 def value_and_grad(
@@ -124,7 +200,8 @@ def value_and_grad(
 
     Returns:
         ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree,
-        shapes, dtypes and specs of the arguments; weights that the loss does not depend on have zeros.
+        shapes and specs of the arguments, and their dtypes or `Numerics.accum_dtype`; weights that the loss does not
+        depend on have zeros.
 
     Raises:
         LeafError: a leaf is not floating, or the loss is no scalar.
@@ -142,33 +219,7 @@ def value_and_grad(
     >>> loss, grads["w"].local
     (tensor(5.), tensor([2., 4.]))
     """
-    name = "hpfunc.value_and_grad"
-    numerics = numerics or Numerics()
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if current_run.get() is not None:
-            rule = "value_and_grad is called inside a function that is being differentiated"
-            hint = "for second order differentiate `hpfunc.unshard` with torch.func; else call it before or after"
-            raise UsageError(message(name, rule, hint=hint))
-        if any(not 0 <= n < len(args) for n in numbers):
-            raise UsageError(message(name, f"argnums={argnums}, but there are {len(args)} positional arguments"))
-        picked = tuple(args[n] for n in numbers)
-        leaves, treedef = flatten(picked, is_sharded)
-        mesh = _mesh_of(name, picked, leaves)
-        owned = current_session()
-        session = owned or Session(mesh)
-        try:
-            _check_leaves(name, picked, leaves, session)
-            result, gradients = _differentiate(fun, args, kwargs, numbers, leaves, treedef, session, has_aux, numerics)
-        except BaseException as error:
-            if owned is None:
-                session.control.fail(error)
-            raise
-        return result, gradients[0] if isinstance(argnums, int) else gradients
-
-    return call
+    return Differentiation(fun, argnums, has_aux, numerics or Numerics(), with_value=True)
 
 
 def grad(
@@ -188,14 +239,7 @@ def grad(
     >>> hpfunc.grad(hpfunc.unit(lambda w: (w**2).sum()))(w).local
     tensor([6.])
     """
-    both = value_and_grad(fun, argnums, has_aux=has_aux, numerics=numerics)
-
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result, gradients = both(*args, **kwargs)
-        return (gradients, result[1]) if has_aux else gradients
-
-    return call
+    return Differentiation(fun, argnums, has_aux, numerics or Numerics(), with_value=False)
 
 
 def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
@@ -222,50 +266,92 @@ def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Se
     check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])
 
 
-def _differentiate(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    numbers: tuple[int, ...],
-    leaves: Sequence[Any],
-    treedef: optree.PyTreeSpec,
-    session: Session,
-    has_aux: bool,
-    numerics: Numerics,
-) -> tuple[Any, tuple[Any, ...]]:
-    run = Run(session, numerics, session.new_run())
-    tracked = [_track(x, run) if is_sharded(x) else run.tape.leaf(x) for x in leaves]
-    plain = list(run.tape.leaves)
-    if any(is_sharded(x) and x._origin is None for x in tracked):
-        names = paths(unflatten(treedef, leaves), "args", is_sharded)
-        session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
-    filled = list(args)
-    for n, tree in zip(numbers, unflatten(treedef, tracked), strict=True):
-        filled[n] = tree
-    mean = frozenset(session.mesh.data_axes) if numerics.reduce_op == "mean" else frozenset()
-    tokens = current_run.set(run), mean_axes.set(mean)
-    try:
-        with use_mesh(session.mesh):
-            result = fun(*filled, **kwargs)
-        loss, aux = _split(result, has_aux)
-        run.state = "backward"
-        leaf_gradients = run.tape.backward(loss)
-        session.driver.end_backward(session.emit(Event("end_backward")))
-    finally:
-        run.state = "done"
-        run.tape.close()
-        current_run.reset(tokens[0])
-        mean_axes.reset(tokens[1])
-    own = iter([zeros_like(session, x) if g is None else g for x, g in zip(plain, leaf_gradients, strict=False)])
-    gradients = [run.collect(x, leaf_gradients) if is_sharded(x) else next(own) for x in tracked]
-    loss = session.backend.detach(loss)
-    return ((loss, _untrack(session, aux)) if has_aux else loss), unflatten(treedef, gradients)
+class Differentiation:
+    """What `value_and_grad` and `grad` return: called like their function."""
 
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int],
+        has_aux: bool,
+        numerics: Numerics,
+        *,
+        with_value: bool,
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun, self._has_aux, self.numerics, self._with_value = fun, has_aux, numerics, with_value
+        self._given = argnums
+        self.argnums: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-def _track(array: ShardedArray, run: Run) -> ShardedArray:
-    # A new owner for each leaf: one array that stands at two places of the tree has two gradients, as in JAX.
-    handle = array.with_local(array._value)
-    return handle._handle(tracker=run, origin=array._origin)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.result(*self.run(args, kwargs, Backwards()))
+
+    def result(self, loss: Tensor, aux: Any, gradients: tuple[Any, ...] | None) -> Any:
+        """Returns the parts of a result as the caller wants them."""
+        found = gradients[0] if isinstance(self._given, int) and gradients is not None else gradients
+        if self._with_value:
+            return ((loss, aux) if self._has_aux else loss), found
+        return (found, aux) if self._has_aux else found
+
+    def mesh_of(self, args: Sequence[Any]) -> Mesh:
+        """Returns the mesh of the arguments."""
+        if any(not 0 <= n < len(args) for n in self.argnums):
+            rule = f"argnums={self._given}, but there are {len(args)} positional arguments"
+            raise UsageError(message(_NAME, rule))
+        picked = tuple(args[n] for n in self.argnums)
+        return _mesh_of(_NAME, picked, flatten(picked, is_sharded)[0])
+
+    def run(
+        self, args: Sequence[Any], kwargs: dict[str, Any], backwards: Backwards
+    ) -> tuple[Tensor, Any, tuple[Any, ...] | None]:
+        """Returns loss, aux and gradients; gradients are None if this backward carries them on."""
+        if current_run.get() is not None:
+            rule = "value_and_grad is called inside a function that is being differentiated"
+            hint = "for second order differentiate `hpfunc.unshard` with torch.func; else call it before or after"
+            raise UsageError(message(_NAME, rule, hint=hint))
+        mesh = self.mesh_of(args)
+        picked = tuple(args[n] for n in self.argnums)
+        leaves, treedef = flatten(picked, is_sharded)
+        owned = current_session()
+        session = owned or Session(mesh)
+        try:
+            _check_leaves(_NAME, picked, leaves, session)
+            run = Run(session, self.numerics, backwards)
+            return self._differentiate(run, args, kwargs, leaves, treedef)
+        except BaseException as error:
+            if owned is None:
+                session.control.fail(error)
+            raise
+
+    def _differentiate(
+        self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], treedef: optree.PyTreeSpec
+    ) -> tuple[Tensor, Any, tuple[Any, ...] | None]:
+        session = run.session
+        tracked = [run.track(leaf, place) for place, leaf in enumerate(leaves)]
+        num_plain = len(run.tape.leaves)
+        if any(is_sharded(x) and x._origin is None for x in tracked):
+            names = paths(unflatten(treedef, leaves), "args", is_sharded)
+            session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
+        filled = list(args)
+        for n, tree in zip(self.argnums, unflatten(treedef, tracked), strict=True):
+            filled[n] = tree
+        mean = frozenset(session.mesh.data_axes) if self.numerics.reduce_op == "mean" else frozenset()
+        tokens = current_run.set(run), mean_axes.set(mean)
+        try:
+            with use_mesh(session.mesh):
+                result = self._fun(*filled, **kwargs)
+            loss, aux = _split(result, self._has_aux)
+            run.backward(loss, tracked, num_plain)
+        finally:
+            run.state = "done"
+            run.tape.close()
+            current_run.reset(tokens[0])
+            mean_axes.reset(tokens[1])
+        loss, aux = session.backend.detach(loss), _untrack(session, aux)
+        if run.carry:
+            return loss, aux, None
+        gradients = [run.gradient(leaf, place) for place, leaf in enumerate(tracked)]
+        return loss, aux, unflatten(treedef, gradients)
 
 
 def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:

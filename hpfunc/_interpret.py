@@ -17,8 +17,8 @@ from itertools import count
 import numpy as np
 
 from ._errors import ScheduleError, message
-from ._program import Weight
-from ._reference import Array, Outcome, World, cut_blocks, join_blocks, segments
+from ._program import Weight, segments
+from ._reference import Array, Outcome, World, cut_blocks, join_blocks
 from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 
 # Note [A machine that hides nothing]
@@ -85,8 +85,8 @@ class _Machine:
 
     @cached_property
     def _segments(self) -> dict[str, int]:
-        events = segments(self._world.program)
-        return {op.name: events[slot.event] for slot in self._schedule.slots for op in slot.ops}
+        events = list(segments(self._world.program))
+        return {op.name: events[slot.event][0] for slot in self._schedule.slots for op in slot.ops}
 
     def outcomes(self) -> list[Outcome]:
         """Returns what the ranks have seen; whatever wrote into a delivered gradient shows."""
@@ -248,7 +248,7 @@ def _packed(op: Local, weights: list[Weight], reads: list[Array]) -> list[Array]
 _RESULTS: dict[str, Callable[[Local, list[Weight], list[Array]], list[Array]]] = {
     "pack_shards": lambda op, weights, reads: [np.concatenate(reads)],
     "unpack_wholes": _unpacked,
-    "accumulate": lambda op, weights, reads: [reads[0] + reads[1]],
+    "accumulate": lambda op, weights, reads: [a + b for a, b in zip(reads[::2], reads[1::2], strict=True)],
     "pack_gradients": _packed,
     "zero": lambda op, weights, reads: [np.zeros(region.numel) for region in op.writes],
     "sum_parts": lambda op, weights, reads: [read.reshape(op.parts, -1).sum(axis=0) for read in reads],

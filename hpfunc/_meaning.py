@@ -20,8 +20,10 @@ from ._contents import (
     Param,
     Piece,
     Unknown,
+    Uses,
     WrongError,
     Zero,
+    added,
     blocks,
     cast,
     chain,
@@ -30,11 +32,10 @@ from ._contents import (
     join,
     packed,
     sum_axes,
+    summed_dtypes,
 )
-from ._program import COMPUTES, Program
+from ._program import COMPUTES, Program, segments
 from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
-
-Uses = tuple[tuple[int, int], ...]
 
 
 def num_ranks(program: Program) -> dict[Axes, int]:
@@ -65,7 +66,7 @@ class _Run:
         self._collectives = Collectives(schedule.program)
         self._num_ranks = num_ranks(schedule.program)
         self._memory = [self._initial(index) for index in range(len(schedule.buffers))]
-        self._segments = _segments(schedule.program)
+        self._segments = [delivered for delivered, _ in segments(schedule.program)]
         self._expected = _expected(schedule.program)
         self._first_uses = _first_uses(schedule.program)
         self._delivered: set[tuple[int, int]] = set()
@@ -150,7 +151,7 @@ class _Run:
 
     def _whole_gradient(self, weight: int, uses: Uses) -> Content:
         w = self._program.weights[weight]
-        return blocks(w, Grad(weight, OWN, (w.dtype,), uses))
+        return blocks(w, Grad(weight, OWN, summed_dtypes(w, uses), (uses,)))
 
     def _launch(self, slot: Slot, op: Launch) -> None:
         contents = self._read_all(slot, op.reads)
@@ -183,7 +184,7 @@ class _Run:
             case "sum_parts":
                 return [self._collectives.sum_parts(content, op.parts, self._num_ranks) for content in contents]
             case "accumulate":
-                return [self._accumulated(op, contents)]
+                return self._accumulated(op, contents)
             case "pack_shards":
                 return [self._packed_shards(op, contents)]
             case "unpack_wholes":
@@ -203,15 +204,25 @@ class _Run:
         early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
         return replace(piece, value=replace(value, divided=value.divided * divisor, early=early))
 
-    def _accumulated(self, op: Local, contents: list[Content]) -> Content:
-        """Returns the sum of what came so far and one more use: another order would have other bits."""
-        weight = op.weights[0] if op.weights else None
-        uses = [content[0].value.uses if content and isinstance(content[0].value, Grad) else () for content in contents]
-        if weight is None or len(uses) != 2 or not (uses[0] or not contents[0]) or len(uses[1]) > 1:
+    def _accumulated(self, op: Local, contents: list[Content]) -> list[Content]:
+        """Returns sums of what came so far and one more: another order would have other bits."""
+        pairs = list(zip(contents[::2], contents[1::2], strict=True))
+        if not op.weights:
+            sums = [added(self._program.weights, *pair) for pair in pairs]
+            return [cast(total, self._dtype(region)) for total, region in zip(sums, op.writes, strict=True)]
+        return [self._one_more(weight, *pair) for weight, pair in zip(op.weights, pairs, strict=True)]
+
+    def _one_more(self, weight: int, earlier: Content, later: Content) -> Content:
+        """Returns the sum of a whole gradient and that of one more use."""
+        contents = (earlier, later)
+        uses = [
+            content[0].value.uses if content and isinstance(content[0].value, Grad) else ((),) for content in contents
+        ]
+        if any(len(groups) != 1 for groups in uses) or not (uses[0][0] or not earlier) or len(uses[1][0]) > 1:
             raise WrongError("does not add one gradient to those before it")
-        if any(self._whole_gradient(weight, use) != content for use, content in zip(uses, contents, strict=True)):
+        if any(self._whole_gradient(weight, groups[0]) != c for groups, c in zip(uses, contents, strict=True)):
             raise WrongError(f"adds what is not the whole gradient of {self._program.weights[weight].name}")
-        return self._whole_gradient(weight, uses[0] + uses[1])
+        return self._whole_gradient(weight, uses[0][0] + uses[1][0])
 
     def _packed_shards(self, op: Local, contents: list[Content]) -> Content:
         shards = [
@@ -236,8 +247,8 @@ class _Run:
         weights = [self._program.weights[weight] for weight in op.weights]
         values: list[Grad] = []
         for weight, w, content in zip(op.weights, weights, contents, strict=False):
-            value = content[0].value if content else Grad(weight, OWN, (w.dtype,), ())
-            if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses):
+            value = content[0].value if content else Grad(weight, OWN, (w.dtype,), ((),))
+            if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
                 raise WrongError(f"does not read the whole gradient of {w.name}")
             dtypes = chain(*value.dtypes, self._dtype(op.writes[0]))
             values.append(replace(value, dtypes=dtypes, divided=op.divisor, early=op.divisor > 1))
@@ -257,12 +268,12 @@ class _Run:
         content = self._read(op.region)
         if any(isinstance(piece.value, Unknown) for piece in content):
             return
-        right = finished(self._program, op.weight, uses)
+        right = finished(self._program, op.weight, *uses)
         if content != right:
             raise WrongError(f"delivers for {weight.name} what is not its gradient: {_difference(content, right)}")
 
     def _ends(self, event: int) -> bool:
-        return self._program.events[event].kind == "end_backward"
+        return self._program.events[event].kind == "end_backward" and not self._program.events[event].carry
 
 
 def _difference(content: Content, right: Content) -> str:
@@ -284,25 +295,17 @@ def _difference(content: Content, right: Content) -> str:
     return "several pieces, or no gradient"
 
 
-def _segments(program: Program) -> list[int]:
-    """Returns for each event how many `end_backward` come before it."""
-    result: list[int] = []
-    count = 0
-    for event in program.events:
-        result.append(count)
-        count += event.kind == "end_backward"
-    return result
-
-
-def _expected(program: Program) -> dict[tuple[int, int], Uses]:
-    """Returns the uses that make up the gradient of a weight, by (segment, weight)."""
-    uses: defaultdict[tuple[int, int], Uses] = defaultdict(tuple)
-    for index, (event, segment) in enumerate(zip(program.events, _segments(program), strict=True)):
-        if event.kind == "backward":
-            for position, weight in enumerate(program.unit_of(event).weights):
-                if program.weights[weight].trainable:
-                    uses[(segment, weight)] += ((index, position),)
-    return dict(uses)
+def _expected(program: Program) -> dict[tuple[int, int], tuple[tuple[Uses, ...], bool]]:
+    """Returns, by (segment, weight), the uses that make up its gradient, in groups, and whether any is carried."""
+    groups: defaultdict[tuple[int, int], dict[int, Uses]] = defaultdict(dict)
+    last: dict[int, int] = {}
+    for index, (event, (delivered, scattered)) in enumerate(zip(program.events, segments(program), strict=True)):
+        last[delivered] = scattered
+        for position, weight in enumerate(program.unit_of(event).weights if event.kind == "backward" else ()):
+            if program.weights[weight].trainable:
+                found = groups[delivered, weight]
+                found[scattered] = (*found.get(scattered, ()), (index, position))
+    return {key: (tuple(found.values()), min(found) < last[key[0]]) for key, found in groups.items()}
 
 
 def _first_uses(program: Program) -> dict[int, int]:

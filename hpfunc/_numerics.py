@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from ._errors import PolicyError, message
 
+_NAME = "hpfunc.Numerics"
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
 
 def dtype_name(dtype: Any) -> str:
     """Returns ``"bfloat16"`` for a dtype of any framework, or for its name.
@@ -23,30 +26,43 @@ class Numerics:
 
     Attributes:
         param_dtype: dtype of the whole weights that units compute with, and in which they are gathered; None is
-            that of the shards.
+            that of the shards. Weights that are not floating keep theirs.
         reduce_dtype: dtype in which gradients are reduced; None is that of the whole weights.
-        reduce_op: gradients are the ``"mean"`` over the data axes, or their ``"sum"``.
+        accum_dtype: dtype in which gradients of several uses of a weight, and of several backwards (`accumulate`), are
+            added up, and in which gradients are delivered; None is that of the shards.
+        output_dtype: dtype to which floating outputs of units are cast; None leaves them.
+        cast_inputs: cast floating tensors that units are called with, beside their weights, to `param_dtype`.
+        reduce_op: gradients are the ``"mean"`` over the data axes (and over the backwards of `accumulate`), or their
+            ``"sum"``.
 
     Raises:
-        PolicyError: a field has a value outside of its range.
+        PolicyError: a field has a value outside of its range, or fields contradict each other.
 
-    >>> Numerics(param_dtype="bfloat16", reduce_dtype="float32")
-    Numerics(param_dtype='bfloat16', reduce_dtype='float32', reduce_op='mean')
+    >>> Numerics(param_dtype="bfloat16", reduce_dtype="float32").reduce_dtype
+    'float32'
     """
 
     param_dtype: Any = None
     reduce_dtype: Any = None
+    accum_dtype: Any = None
+    output_dtype: Any = None
+    cast_inputs: bool = False
     reduce_op: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
         if self.reduce_op not in ("mean", "sum"):
-            raise PolicyError(message("hpfunc.Numerics", f"reduce_op must be 'mean' or 'sum', got {self.reduce_op!r}"))
-        for field in ("param_dtype", "reduce_dtype"):
+            raise PolicyError(message(_NAME, f"reduce_op must be 'mean' or 'sum', got {self.reduce_op!r}"))
+        for field in ("param_dtype", "reduce_dtype", "accum_dtype", "output_dtype"):
             value = getattr(self, field)
             if value is None:
                 continue
             name = dtype_name(value)
-            if name not in ("float16", "bfloat16", "float32", "float64"):
+            if name not in _DTYPES:
                 rule = f"{field} must be a floating dtype, got {value!r}"
-                raise PolicyError(message("hpfunc.Numerics", rule, hint="float16, bfloat16, float32 or float64"))
+                raise PolicyError(message(_NAME, rule, hint="float16, bfloat16, float32 or float64"))
             object.__setattr__(self, field, name)
+        if not isinstance(self.cast_inputs, bool):
+            raise PolicyError(message(_NAME, f"cast_inputs must be True or False, got {self.cast_inputs!r}"))
+        if self.cast_inputs and self.param_dtype is None:
+            rule = "cast_inputs casts to param_dtype, which is not given"
+            raise PolicyError(message(_NAME, rule, hint="give param_dtype, or leave cast_inputs out"))

@@ -15,6 +15,7 @@ from ._policy import Policy
 from ._program import COMPUTES, Program
 from ._reductions import Reductions
 from ._schedule import Schedule
+from ._windows import check_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,11 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     Returns:
         A schedule that `hpfunc._check.check` accepts.
 
+    Raises:
+        PolicyError: the policy contradicts itself for this program.
+
     >>> from hpfunc._program import Event, Unit, Weight
-    >>> weight = Weight("w", 64, "float32", "float32", "float32", ("shard",), 4, (), 1, divisor=4)
+    >>> weight = Weight("w", 64, *["float32"] * 4, ("shard",), 4, (), 1, divisor=4)
     >>> kinds = ("forward", "backward")
     >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))
     >>> for op in plan(Program((weight,), (Unit("layer", (0,)),), events), Policy(pack_below_bytes=0)).ops:
@@ -58,6 +62,7 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     compute        scale layer
     compute        deliver w
     """
+    check_policy(program, policy)
     draft = Draft(program, policy)
     gathers = Gathers(draft)
     reductions = Reductions(draft, ordered_sums=traits.ordered_sums)
@@ -72,7 +77,7 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
             if event.kind == "backward":
                 reductions.after(index, writes)
         elif event.kind == "end_backward":
-            reductions.end()
+            reductions.end(index)
         elif event.kind == "end_step":
             gathers.end()
     return draft.schedule()

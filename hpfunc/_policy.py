@@ -3,44 +3,119 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 from ._errors import PolicyError, message
 
 Release = Literal["forward", "backward", "never"]
+_NAME = "hpfunc.Policy"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Policy:
     """How a step is scheduled. It never changes what the step computes.
 
     Attributes:
-        prefetch: number of units whose weights are gathered ahead of the one that computes, forward and
-            backward. 0 gathers a unit only when it is needed.
+        prefetch: number of units whose weights are gathered ahead of the one that computes. 0 gathers a unit only when
+            it is needed.
         release: when the whole weights of a unit are dropped: after its ``"forward"`` and again after its
             backward (ZeRO-3), after its ``"backward"`` only (ZeRO-2), or ``"never"`` before the step ends (ZeRO-1).
         pack_below_bytes: whole weights smaller than this many bytes share one message, at the price of one copy each
             way; larger ones travel alone and uncopied. 0 packs nothing, ``math.inf`` packs everything.
+        prefetch_backward: as `prefetch`, while the step goes backward; None takes `prefetch`.
+        gather_budget_bytes: most bytes in whole weights, and in messages out of which they are unpacked, at one time:
+            where it would be exceeded, a unit is gathered later than `prefetch` says.
+        release_overrides: `release` of single units: pairs (pattern, release), or a mapping. A pattern is a glob for
+            the name of a unit (``"head.*"``) or for the path of one of its weights (``"layers.0.*"``, with or without
+            the name of the argument); of several the first that fits counts.
+        reduce_bucket_bytes: units that follow each other backward share a reduce buffer, and so one all-reduce, until
+            it holds this many bytes. 0 gives each unit its own, ``math.inf`` all units one.
 
     Raises:
         PolicyError: a field has a value outside of its range.
 
     >>> Policy(prefetch=2)
     Policy(prefetch=2, release='forward', pack_below_bytes=65536)
+    >>> Policy.zero2(release_overrides={"head.*": "never"})
+    Policy(prefetch=1, release='backward', pack_below_bytes=65536, release_overrides=(('head.*', 'never'),))
     """
 
     prefetch: int = 1
     release: Release = "forward"
     pack_below_bytes: float = 65536
+    prefetch_backward: int | None = None
+    gather_budget_bytes: float = math.inf
+    release_overrides: Sequence[tuple[str, Release]] | Mapping[str, Release] = ()
+    reduce_bucket_bytes: float = 0
+
+    @classmethod
+    def zero1(cls, **fields: Any) -> Policy:
+        """Returns the policy of ZeRO-1: weights stay whole to the end of the step, and are gathered once."""
+        return cls(release="never", **fields)
+
+    @classmethod
+    def zero2(cls, **fields: Any) -> Policy:
+        """Returns the policy of ZeRO-2: weights stay whole until their backward, and are gathered once."""
+        return cls(release="backward", **fields)
+
+    @classmethod
+    def zero3(cls, **fields: Any) -> Policy:
+        """Returns the policy of ZeRO-3, the default: weights are whole while they are used, and gathered twice."""
+        return cls(release="forward", **fields)
+
+    @property
+    def backward_depth(self) -> int:
+        """Number of units that are gathered ahead while the step goes backward."""
+        return self.prefetch if self.prefetch_backward is None else self.prefetch_backward
 
     def __post_init__(self) -> None:
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise PolicyError(message("hpfunc.Policy", f"prefetch must be an integer >= 0, got {self.prefetch!r}"))
-        if self.release not in ("forward", "backward", "never"):
-            rule = f"release must be 'forward', 'backward' or 'never', got {self.release!r}"
-            raise PolicyError(message("hpfunc.Policy", rule))
-        number = isinstance(self.pack_below_bytes, (int, float)) and not isinstance(self.pack_below_bytes, bool)
-        if not number or math.isnan(self.pack_below_bytes) or self.pack_below_bytes < 0:
-            rule = f"pack_below_bytes must be a number >= 0, got {self.pack_below_bytes!r}"
-            raise PolicyError(message("hpfunc.Policy", rule, hint="use 0 to pack nothing, math.inf to pack everything"))
+        _check_depth("prefetch", self.prefetch)
+        if self.prefetch_backward is not None:
+            _check_depth("prefetch_backward", self.prefetch_backward)
+        _check_release("release", self.release)
+        _check_bytes("pack_below_bytes", self.pack_below_bytes, "use 0 to pack nothing, math.inf to pack everything")
+        _check_bytes("gather_budget_bytes", self.gather_budget_bytes, "use math.inf for no bound")
+        _check_bytes("reduce_bucket_bytes", self.reduce_bucket_bytes, "use 0 for a buffer for each unit")
+        object.__setattr__(self, "release_overrides", _pairs(self.release_overrides))
+
+    def __repr__(self) -> str:
+        shown = [f for f in fields(self) if f.name in _ALWAYS_SHOWN or getattr(self, f.name) != f.default]
+        return f"Policy({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+_ALWAYS_SHOWN = ("prefetch", "release", "pack_below_bytes")
+
+
+def _check_depth(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PolicyError(message(_NAME, f"{field} must be an integer >= 0, got {value!r}"))
+
+
+def _check_release(field: str, value: Any) -> None:
+    if value in get_args(Release):
+        return
+    hint = None
+    if isinstance(value, (int, bool)):
+        hint = (
+            "a release to a smaller group of ranks is not supported: use a mesh of ('replicate', 'shard'), whose "
+            "gathers stay in the smaller group, or release='backward', which gathers once"
+        )
+    raise PolicyError(message(_NAME, f"{field} must be 'forward', 'backward' or 'never', got {value!r}", hint=hint))
+
+
+def _check_bytes(field: str, value: Any, hint: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or math.isnan(value) or value < 0:
+        raise PolicyError(message(_NAME, f"{field} must be a number >= 0, got {value!r}", hint=hint))
+
+
+def _pairs(overrides: Any) -> tuple[tuple[str, Release], ...]:
+    pairs = tuple(overrides.items() if isinstance(overrides, Mapping) else map(tuple, overrides))
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str):
+            rule = f"release_overrides has pairs of a pattern and a release, got {pair!r}"
+            raise PolicyError(message(_NAME, rule, hint="release_overrides={'head.*': 'never'}"))
+        _check_release(f"release_overrides[{pair[0]!r}]", pair[1])
+    return pairs

@@ -7,10 +7,14 @@ those of the padded blocks, never of one rank's short shard, so that all ranks r
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 EventKind = Literal["forward", "backward", "recompute", "collective", "end_backward", "end_step"]
+Carry = Literal["", "shards", "wholes"]
 COMPUTES = ("forward", "backward", "recompute")
 
 
@@ -24,8 +28,10 @@ class Weight:
         name: its path, for people.
         block_numel: elements of one padded block.
         dtype: dtype of the whole weight that the unit computes with (`Numerics.param_dtype`).
-        shard_dtype: dtype of the caller's shard, and of the gradient that is delivered.
+        shard_dtype: dtype of the caller's shard.
         reduce_dtype: dtype in which its gradient is reduced.
+        accum_dtype: dtype in which gradients of several uses and backwards are added up, and in which the gradient is
+            delivered.
         gather_axes: data axes that cut it, in mesh order; the blocks are gathered, and its gradient
             reduce-scattered, over these.
         num_shards: ranks along `gather_axes`.
@@ -44,6 +50,7 @@ class Weight:
     dtype: str
     shard_dtype: str
     reduce_dtype: str
+    accum_dtype: str
     gather_axes: tuple[str, ...]
     num_shards: int
     reduce_axes: tuple[str, ...]
@@ -78,12 +85,15 @@ class Event:
         unit: index into `Program.units`, for the first three kinds.
         use: which call of that unit in this step, from 0; a ``backward`` has the number of its ``forward``.
         name: what a ``collective`` is, for people and for the fingerprint.
+        carry: what an ``end_backward`` leaves to the next backward instead of delivering gradients: their
+            reduce-scattered ``"shards"``, to which those of the next are added, or the ``"wholes"``, with nothing sent.
     """
 
     kind: EventKind
     unit: int | None = None
     use: int = 0
     name: str = ""
+    carry: Carry = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,8 @@ class Program:
     def describe(self, event: Event) -> str:
         """Returns the event for people: ``forward embed``, ``backward block#1`` for a second use."""
         if event.unit is None:
-            return f"{event.kind.replace('_', ' ')}{' ' + event.name if event.name else ''}"
+            carry = f" (carries {event.carry})" if event.carry else ""
+            return f"{event.kind.replace('_', ' ')}{' ' + event.name if event.name else ''}{carry}"
         return f"{event.kind} {self.units[event.unit].name}{f'#{event.use}' if event.use else ''}"
 
     def spell(self, event: Event) -> str:
@@ -115,7 +126,47 @@ class Program:
         """A digest that is equal on two ranks exactly if they recorded the same program."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
+    def matches(self, unit: int, pattern: str) -> bool:
+        """Returns whether a glob fits the name of a unit, or the path of one of its weights.
+
+        A path is written with dots, with or without its first part: ``params['layers'][0]['w']`` is
+        ``params.layers.0.w`` or ``layers.0.w``.
+        """
+        paths = [dotted(self.weights[w].name) for w in self.units[unit].weights]
+        names = [self.units[unit].name, *paths, *(path.partition(".")[2] for path in paths)]
+        return any(fnmatchcase(name, pattern) for name in names)
+
     def __str__(self) -> str:
         lines = [f"program of {len(self.units)} units, {len(self.weights)} weights, {len(self.events)} events"]
         lines += [f"  {index:3d} {self.describe(event)}" for index, event in enumerate(self.events)]
         return "\n".join(lines)
+
+
+def dotted(path: str) -> str:
+    """Returns a path of a tree with dots.
+
+    >>> dotted("params['layers'][0].w")
+    'params.layers.0.w'
+    """
+    return re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+
+
+# Note [Carried gradients]
+# `accumulate` makes one gradient of several backwards. All but the last end with an `end_backward` that carries
+# something. Backwards that carry wholes are one with the next as far as gradients go: each whole gradient is added to
+# those before, and what their sum becomes is decided after the last use of all. Backwards that carry shards end for
+# themselves: their whole gradients are reduce-scattered, and the shards added to those before; only the last one
+# all-reduces, scales and delivers.
+
+
+def segments(program: Program) -> Iterator[tuple[int, int]]:
+    """Yields for each event how many times gradients were delivered before it, and how many times scattered.
+
+    See Note [Carried gradients].
+    """
+    delivered = scattered = 0
+    for event in program.events:
+        yield delivered, scattered
+        if event.kind == "end_backward":
+            delivered += event.carry == ""
+            scattered += event.carry != "wholes"

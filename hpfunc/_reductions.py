@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ._bundles import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
+from ._carried import Carried, carries_shards
 from ._draft import Draft
-from ._gathers import messages
 from ._program import Program, Weight
-from ._schedule import ALIGN_BYTES, Communicator, Region, itemsize
+from ._schedule import Communicator, Region
 
 # Note [The four steps of a backward]
 # k counts units down; the gradients of unit k are ready after its backward. Then, in this order:
@@ -19,7 +19,11 @@ from ._schedule import ALIGN_BYTES, Communicator, Region, itemsize
 #   step 3  the reduce-scatter of k is launched, into its slices of the reduce buffer;
 #   step 4  the all-reduce of k+1 is launched, on its whole reduce buffer, in place.
 # So while unit k-1 computes, k is scattered and k+1 all-reduced. At most two units have whole gradients at any time.
-# The last unit's steps, and the wait for all all-reduces, are at the end of the backward.
+# The last unit's steps, and the wait for all all-reduces, are at the end of the backward. Units that share a reduce
+# buffer (`Policy.reduce_bucket_bytes`) take step 4 together, after the last of them.
+#
+# A backward that carries shards (Note [Carried gradients]) has no steps 2 and 4, and its last reduce-scatter is awaited
+# in the backward that follows: it hides behind a forward.
 #
 # Where sums must be formed in rank order (`Traits.ordered_sums`), an all-reduce over three or more replicas is an
 # exchange, a sum and a collection. The second and third follow one unit later, so that the host never waits for what it
@@ -32,35 +36,17 @@ def prescaled(weight: Weight) -> bool:
 
 
 def finals(program: Program) -> list[tuple[int, ...]]:
-    """Returns for each event the weights whose gradient is complete after it: their last use in this backward."""
+    """Returns for each event the weights whose whole gradient is complete after it: their last use until a scatter."""
     seen: set[int] = set()
     result: list[tuple[int, ...]] = []
     for event in reversed(program.events):
-        if event.kind == "end_backward":
+        if event.kind == "end_backward" and event.carry != "wholes":
             seen = set()
         weights = dict.fromkeys(program.unit_of(event).weights) if event.kind == "backward" else ()
         fresh = tuple(w for w in weights if program.weights[w].trainable and w not in seen)
         seen |= set(fresh)
         result.append(fresh)
     return result[::-1]
-
-
-@dataclass(slots=True)
-class _Bundle:
-    """Gradients that share a reduce buffer, from their reduce-scatter to their delivery.
-
-    Attributes:
-        first: one of its weights, for what they have in common.
-        buffer: the whole of the reduce buffer.
-        slices: where in it the gradient of each weight is.
-        filled: the parts of it that hold anything.
-    """
-
-    label: str
-    first: Weight
-    buffer: Region
-    slices: dict[int, Region]
-    filled: tuple[Region, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +70,18 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Group:
-    """The bundles of one event, and what is to be done once their reduce-scatters have arrived."""
+    """What one event has scattered, and what is to be done once it has arrived.
+
+    Attributes:
+        members: the parts of reduce buffers that it fills.
+        complete: the reduce buffers of which it fills the last slice.
+        carries: the shards are carried to the next backward.
+    """
 
     label: str
-    bundles: list[_Bundle] = field(default_factory=list)
+    carries: bool
+    members: list[tuple[Bundle, Member]] = field(default_factory=list)
+    complete: list[Bundle] = field(default_factory=list)
     sums: list[_Sums] = field(default_factory=list)
     spent: list[Region] = field(default_factory=list)
 
@@ -100,16 +94,22 @@ class Reductions:
         self._program = draft.program
         self._ordered = ordered_sums
         self._finals = finals(draft.program)
+        self._carries = carries_shards(draft.program)
+        self._shares = shares(draft.program, self._finals, self._carries, draft.policy)
+        self._open: dict[Share, Bundle] = {}
         self._gradients: dict[int, Region] = {}
+        self._totals: set[int] = set()
+        self._carried = Carried(draft)
         self._pending: _Group | None = None
-        self._exchanged: list[tuple[_Bundle, Region]] = []
+        self._exchanged: list[tuple[Bundle, Region]] = []
         self._parts: list[Region] = []
-        self._reduced: list[_Bundle] = []
+        self._reduced: list[Bundle] = []
 
     def gradients(self, event: int) -> list[Region]:
         """Returns new buffers for the whole gradients that a backward writes, in the order of its weights."""
-        weights = self._program.unit_of(self._program.events[event]).weights
-        return [self._gradient(w) for w in weights if self._program.weights[w].trainable]
+        weights = self._program.weights
+        members = self._program.unit_of(self._program.events[event]).weights
+        return [self._gradient(w, weights[w].dtype) for w in members if weights[w].trainable]
 
     def after(self, event: int, gradients: list[Region]) -> None:
         """Adds the gradients of a backward to those of earlier ones, and reduces those that are complete."""
@@ -120,98 +120,92 @@ class Reductions:
             self._accumulate(weight, gradient)
         if not self._finals[event]:
             return
-        previous, self._pending = self._pending, _Group(self._draft.unit(unit))
+        previous, self._pending = self._pending, _Group(self._draft.unit(unit), self._carries[event])
         if previous:
             self._await(previous)
-            self._deliver([bundle for bundle in previous.bundles if bundle.first.num_replicas == 1])
-        self._scatter(self._pending, self._finals[event])
+            self._deliver([bundle for bundle in previous.complete if bundle.first.num_replicas == 1])
+        self._scatter(self._pending, event)
         if previous:
-            self._all_reduce(previous)
+            self._all_reduce(previous.complete)
 
-    def end(self) -> None:
-        """Finishes and delivers everything: the end of the backward."""
+    def end(self, event: int) -> None:
+        """Finishes and delivers everything at the end of a backward, unless it carries its gradients."""
+        if self._program.events[event].carry:
+            return
+        complete: list[Bundle] = []
         if last := self._pending:
             self._await(last)
-            self._all_reduce(last)
-            self._collect()
-            self._reduced += [bundle for bundle in last.bundles if bundle.first.num_replicas == 1]
+            complete += last.complete
+        complete += self._carried.rest()
+        self._all_reduce(complete)
+        self._collect()
         self._free_parts()
-        self._deliver(self._reduced)
+        self._deliver(self._reduced + [bundle for bundle in complete if bundle.first.num_replicas == 1])
         self._pending, self._reduced = None, []
         assert not self._gradients, "a gradient was never complete"
 
-    def _gradient(self, weight: int) -> Region:
+    def _gradient(self, weight: int, dtype: str) -> Region:
         w = self._program.weights[weight]
-        return self._draft.buffer("gradient", self._draft.weight(weight), w.whole_numel, w.dtype, "compute", weight)
+        return self._draft.buffer("gradient", self._draft.weight(weight), w.whole_numel, dtype, "compute", weight)
 
     def _accumulate(self, weight: int, gradient: Region) -> None:
+        """Adds a whole gradient to those before it; from the third on in place: the first is autograd's own."""
         if weight in self._gradients:
-            earlier, total = self._gradients[weight], self._gradient(weight)
+            earlier = total = self._gradients[weight]
+            if earlier.buffer not in self._totals:
+                total = self._gradient(weight, self._program.weights[weight].accum_dtype)
+                self._totals.add(total.buffer)
             name = f"accumulate {self._draft.weight(weight)}"
             self._draft.local(name, "accumulate", "compute", [earlier, gradient], [total], weights=(weight,))
-            self._draft.free(earlier)
+            if total != earlier:
+                self._draft.free(earlier)
             self._draft.free(gradient)
             gradient = total
         self._gradients[weight] = gradient
 
     # ----------------------------------------------------------------------------------------- step 3: reduce-scatter
 
-    def _scatter(self, group: _Group, weights: tuple[int, ...]) -> None:
+    def _scatter(self, group: _Group, event: int) -> None:
         """Launches the reduce-scatter of an event: one launch over each communicator, whatever the bundles."""
-        bundles: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-        for index in weights:
-            if not self._in_place(group, index):
-                weight = self._program.weights[index]
-                replicas = weight.reduce_axes if weight.num_replicas > 1 else ()
-                bundles[(replicas, weight.reduce_dtype, weight.divisor)].append(index)
+        keys: defaultdict[Key, list[int]] = defaultdict(list)
+        for index in self._finals[event]:
+            if not self._take(group, index):
+                keys[key_of(self._program.weights[index])].append(index)
         launches: defaultdict[tuple[str, ...], list[_Message]] = defaultdict(list)
-        for members in bundles.values():
-            for message in self._bundle(group, tuple(members)):
+        for key, weights in keys.items():
+            for message in self._fill(group, event, key, weights):
                 launches[message.first.gather_axes].append(message)
         for launch in launches.values():
             self._launch_scatter(group, launch)
 
-    def _in_place(self, group: _Group, index: int) -> bool:
+    def _take(self, group: _Group, index: int) -> bool:
         """Takes the gradient itself for the reduce buffer, if nobody else has a part of it."""
-        weight = self._program.weights[index]
-        alone = weight.num_shards == weight.num_replicas == 1
-        if not alone or weight.dtype != weight.reduce_dtype or prescaled(weight):
+        weight, gradient = self._program.weights[index], self._gradients[index]
+        alone = weight.num_shards == weight.num_replicas == 1 and not group.carries and index not in self._carried
+        if not alone or self._draft.dtype(gradient) != weight.reduce_dtype or prescaled(weight):
             return False
         region = self._gradients.pop(index)
-        group.bundles.append(_Bundle(self._draft.weight(index), weight, region, {index: region}, (region,)))
+        member = Member({index: region}, [region])
+        bundle = Bundle(self._draft.weight(index), weight, region, [member])
+        group.members.append((bundle, member))
+        group.complete.append(bundle)
         return True
 
-    def _bundle(self, group: _Group, weights: tuple[int, ...]) -> Iterator[_Message]:
-        """Lays out a reduce buffer and fills what no collective fills; yields the messages that do."""
-        first = self._program.weights[weights[0]]
-        buckets = self._buckets(weights)
-        sizes = [sum(self._program.weights[w].block_numel for w in bucket) for bucket in buckets]
-        starts, numel = _layout(sizes, first)
-        buffer = self._draft.buffer("reduce", group.label, numel, first.reduce_dtype, "reduce_scatter")
-        slices = [Region(buffer.buffer, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        gaps = list(_gaps(slices, buffer))
-        if gaps and first.num_replicas > 1:
-            self._draft.local(f"zero {group.label}", "zero", "reduce_scatter", [], gaps)
-        filled = (buffer,) if not gaps or first.num_replicas > 1 else tuple(slices)
-        bundle = _Bundle(group.label, first, buffer, {}, filled)
-        group.bundles.append(bundle)
-        for bucket, region in zip(buckets, slices, strict=True):
-            bundle.slices |= zip(bucket, self._split(bucket, region), strict=True)
+    def _fill(self, group: _Group, event: int, key: Key, weights: list[int]) -> Iterator[_Message]:
+        """Fills what no collective fills of an event's part of a reduce buffer; yields the messages that do."""
+        alone = Share((event,), (buckets_of(self._program, weights, self._draft.policy),))
+        share = self._shares.get((event, key), alone)
+        if share.events[0] == event:
+            units = [self._program.events[part].unit or 0 for part in share.events]
+            self._open[share] = lay_out(self._draft, [self._draft.unit(unit) for unit in units], share)
+        bundle, part = self._open[share], share.events.index(event)
+        if share.events[-1] == event:
+            group.complete.append(self._open.pop(share))
+        member = bundle.members[part]
+        group.members.append((bundle, member))
+        for bucket, region in zip(share.buckets[part], member.regions, strict=True):
             if message := self._message(group, bucket, region):
                 yield message
-
-    def _buckets(self, weights: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns the weights of each message, a weight that nobody cuts by itself."""
-        cut = tuple(w for w in weights if self._program.weights[w].num_shards > 1)
-        uncut = [(w,) for w in weights if w not in cut]
-        return [*messages(self._program, cut, self._draft.policy), *uncut]
-
-    def _split(self, bucket: tuple[int, ...], region: Region) -> Iterator[Region]:
-        start = region.start
-        for w in bucket:
-            stop = start + self._program.weights[w].block_numel
-            yield Region(region.buffer, start, stop)
-            start = stop
 
     def _message(self, group: _Group, bucket: tuple[int, ...], target: Region) -> _Message | None:
         """Copies or packs gradients where that is needed; returns what is to be sent, if anything."""
@@ -223,7 +217,8 @@ class Reductions:
         if first.num_shards == 1 and not divides:
             self._draft.local(f"copy {of}", "copy", "reduce_scatter", gradients, [target])
             return None
-        if len(bucket) == 1 and first.even and first.direct and first.dtype == first.reduce_dtype and not divides:
+        fits = first.even and first.direct and self._draft.dtype(gradients[0]) == first.reduce_dtype
+        if len(bucket) == 1 and fits and not divides:
             return _Message(of, first, gradients[0], target)
         sent = target
         if first.num_shards > 1:
@@ -256,35 +251,40 @@ class Reductions:
             self._draft.local(name, "sum_parts", "reduce_scatter", sums.staged, sums.targets, parts=sums.parts)
         for region in group.spent:
             self._draft.free(region)
+        if group.carries:
+            self._carried.add(group.complete)
+            group.complete = []
+        else:
+            self._carried.finish(group.label, group.members)
 
-    def _deliver(self, bundles: Iterable[_Bundle]) -> None:
-        """Scales the sums, casts them to the dtype of the shard, and hands them over in the order of the weights."""
+    def _deliver(self, bundles: Iterable[Bundle]) -> None:
+        """Scales the sums, casts them to the dtype in which they accumulate, and hands them over in order."""
         delivered: dict[int, Region] = {}
         for bundle in bundles:
             if bundle.first.divisor > 1 and not prescaled(bundle.first):
                 regions, divisor = bundle.filled, bundle.first.divisor
                 self._draft.local(f"scale {bundle.label}", "scale", "compute", regions, regions, divisor=divisor)
-            casts = {w: self._output(w) for w in bundle.slices if self._casts(w)}
+            casts = {w: self._output(w) for w in bundle.slices if self._casts(bundle, w)}
             if casts:
                 sources = [bundle.slices[w] for w in casts]
                 self._draft.local(f"cast {bundle.label}", "copy", "compute", sources, list(casts.values()))
-            if len(casts) == len(bundle.slices):
+            if all(w in casts or region.buffer != bundle.buffer.buffer for w, region in bundle.slices.items()):
                 self._draft.free(bundle.buffer)
             delivered |= bundle.slices | casts
         for weight in sorted(delivered):
             self._draft.deliver(weight, delivered[weight])
 
-    def _casts(self, index: int) -> bool:
-        return self._program.weights[index].reduce_dtype != self._program.weights[index].shard_dtype
+    def _casts(self, bundle: Bundle, index: int) -> bool:
+        return self._draft.dtype(bundle.slices[index]) != self._program.weights[index].accum_dtype
 
     def _output(self, index: int) -> Region:
         w = self._program.weights[index]
-        return self._draft.buffer("output", self._draft.weight(index), w.block_numel, w.shard_dtype, "compute", index)
+        return self._draft.buffer("output", self._draft.weight(index), w.block_numel, w.accum_dtype, "compute", index)
 
-    def _all_reduce(self, group: _Group) -> None:
+    def _all_reduce(self, bundles: list[Bundle]) -> None:
         """Launches the all-reduce of each bundle that has replicas, after the rest of the previous one's."""
         self._collect()
-        for bundle in group.bundles:
+        for bundle in bundles:
             if bundle.first.num_replicas == 1:
                 continue
             communicator = Communicator("all_reduce", bundle.first.reduce_axes)
@@ -317,27 +317,3 @@ class Reductions:
         for part in self._parts:
             self._draft.free(part)
         self._parts = []
-
-
-def _layout(sizes: list[int], first: Weight) -> tuple[list[int], int]:
-    """Returns where each slice of a reduce buffer begins, aligned, and how many elements the buffer has."""
-    align = ALIGN_BYTES // itemsize(first.reduce_dtype)
-    starts: list[int] = []
-    end = 0
-    for size in sizes:
-        starts.append(_round_up(end, align))
-        end = starts[-1] + size
-    return starts, _round_up(end, math.lcm(align, first.num_replicas)) if first.num_replicas > 1 else end
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _gaps(slices: list[Region], buffer: Region) -> Iterator[Region]:
-    """Yields the parts of a buffer that no slice covers."""
-    end = 0
-    for region in [*slices, Region(buffer.buffer, buffer.stop, buffer.stop)]:
-        if region.start > end:
-            yield Region(buffer.buffer, end, region.start)
-        end = region.stop

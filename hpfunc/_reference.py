@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from ._program import COMPUTES, Program, Weight
+from ._program import COMPUTES, Program, Weight, segments
 
 Array = NDArray[np.float64]
 
@@ -111,17 +111,11 @@ def join_blocks(weight: Weight, blocks: Array) -> Array:
     return (blocks if weight.direct else blocks.T).reshape(-1)
 
 
-def segments(program: Program) -> list[int]:
-    """Returns for each event how many `end_backward` come before it."""
-    ends = [event.kind == "end_backward" for event in program.events]
-    return [sum(ends[:index]) for index in range(len(ends))]
-
-
 def reference(world: World) -> list[Outcome]:
     """Returns what each rank must see: computed from the program, without a schedule.
 
     >>> from hpfunc._program import Event, Unit
-    >>> weight = Weight("w", 1, "float32", "float32", "float32", ("shard",), 2, (), 1, divisor=2)
+    >>> weight = Weight("w", 1, *["float32"] * 4, ("shard",), 2, (), 1, divisor=2)
     >>> events = (Event("forward", 0), Event("backward", 0), Event("end_backward"), Event("end_step"))
     >>> world = World(Program((weight,), (Unit("layer", (0,)),), events), {"shard": 2})
     >>> [outcome.gradients[0, 0][0].tolist() for outcome in reference(world)]
@@ -130,7 +124,7 @@ def reference(world: World) -> list[Outcome]:
     program = world.program
     outcomes = [Outcome() for _ in range(world.num_ranks)]
     totals: dict[tuple[int, int], list[Array]] = {}
-    for index, (event, segment) in enumerate(zip(program.events, segments(program), strict=True)):
+    for index, (event, (segment, _)) in enumerate(zip(program.events, segments(program), strict=True)):
         if event.kind not in COMPUTES:
             continue
         members = program.unit_of(event).weights

@@ -1,7 +1,6 @@
 """One step as it happens: a `Session` names its weights, units and events, and a driver moves the data.
 
-The `Eager` driver here does every collective at its place and awaits it: the reference. `_execute.Planned` is the other
-one.
+There are two drivers: `_eager.Eager`, the reference, and `_execute.Planned`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 from . import backends
 from ._agree import Control, control
 from ._array import ShardedArray, describe
-from ._comm import gather_whole, reduce_whole
+from ._comm import finish_block, gather_whole, scatter_whole
+from ._eager import Eager
 from ._layout import Layout
 from ._mesh import Mesh
 from ._move import block_numel
@@ -83,11 +83,17 @@ class Driver(Protocol):
 
 @lru_cache(maxsize=65536)
 def weight_record(
-    layout: Layout, shard_dtype: str, numerics: Numerics, trainable: bool, origin: int | None, name: str
+    layout: Layout,
+    shard_dtype: str,
+    numerics: Numerics,
+    num_backwards: int,
+    trainable: bool,
+    origin: int | None,
+    name: str,
 ) -> Weight:
     """Returns the planner's view of one array; equal arguments give the same object."""
     dtype = numerics.param_dtype or shard_dtype
-    num_data = layout.mesh.axis_size(layout.mesh.data_axes)
+    num_terms = layout.mesh.axis_size(layout.mesh.data_axes) * num_backwards
     gather = layout.over_data
     return Weight(
         name=name,
@@ -95,11 +101,12 @@ def weight_record(
         dtype=dtype,
         shard_dtype=shard_dtype,
         reduce_dtype=numerics.reduce_dtype or dtype,
+        accum_dtype=numerics.accum_dtype or shard_dtype,
         gather_axes=layout.gather_axes,
         num_shards=gather.num_blocks,
         reduce_axes=layout.reduce_axes,
         num_replicas=layout.mesh.axis_size(layout.reduce_axes),
-        divisor=num_data if numerics.reduce_op == "mean" else 1,
+        divisor=num_terms if numerics.reduce_op == "mean" else 1,
         even=layout.is_even,
         direct=gather.is_direct,
         trainable=trainable,
@@ -167,6 +174,8 @@ class Session:
 
     Attributes:
         gradients: reduced gradients by weight index, written by the driver.
+        accumulated: whole gradients of which further uses are to come.
+        carried: scattered gradients to which those of a later backward are to be added.
         arrays: the array of each weight.
         plan: the program that the step is expected to run, for as long as it does.
         names: the path of each argument, by `Weight.origin`.
@@ -188,7 +197,8 @@ class Session:
         self.events: list[Event] = []
         self.gradients: dict[int, Tensor] = {}
         self.accumulated: dict[int, Tensor] = {}
-        self._weight_index: dict[tuple[int, int], int] = {}
+        self.carried: dict[int, Tensor] = {}
+        self._weight_index: dict[object, int] = {}
         self._unit_index: dict[tuple[str, tuple[int, ...]], int] = {}
         self._unit_uses: list[int] = []
         self._name_uses: dict[str, int] = {}
@@ -215,20 +225,27 @@ class Session:
         return Use(self, run, arrays, unit, weights)
 
     def _weight(self, array: ShardedArray, run: Any) -> int:
-        key = (id(array._owner), -1 if run is None else run.number)
+        # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.
+        source = array._origin if array._origin is not None else id(array._owner)
+        key = (source, None) if run is None else run.key(array, source)
         index = self._weight_index.get(key)
         if index is None:
             index = self._weight_index[key] = len(self.weights)
-            trainable = run is not None and array._tracker is run
-            name = self.paths.get(id(array._owner)) if array._origin is None else self.names.get(array._origin)
-            numerics = run.numerics if run is not None else Numerics()
-            shard_dtype = self.backend.dtype_name(array._value)
-            if not self.backend.is_floating(shard_dtype):
-                numerics = Numerics(reduce_op=numerics.reduce_op)
-            name = name or f"array {index} {describe(array)}"
-            self.weights.append(weight_record(array.layout, shard_dtype, numerics, trainable, array._origin, name))
+            self.weights.append(self._record(array, run, index))
             self.arrays.append(array)
+        if run is not None:
+            run.weights[id(array._owner)] = index
         return index
+
+    def _record(self, array: ShardedArray, run: Any, index: int) -> Weight:
+        name = self.paths.get(id(array._owner)) if array._origin is None else self.names.get(array._origin)
+        numerics, num_backwards = (Numerics(), 1) if run is None else (run.numerics, run.backwards.count)
+        shard_dtype = self.backend.dtype_name(array._value)
+        if not self.backend.is_floating(shard_dtype):
+            numerics = Numerics(reduce_op=numerics.reduce_op)
+        name = name or f"array {index} {describe(array)}"
+        trainable = run is not None and array._tracker is run
+        return weight_record(array.layout, shard_dtype, numerics, num_backwards, trainable, array._origin, name)
 
     def new_run(self) -> int:
         """Returns the number of the next differentiation."""
@@ -269,8 +286,8 @@ class Session:
     def abandon(self) -> None:
         """Drops whatever is in flight: the step has failed."""
         self.plan, self.driver = None, Eager(self)
-        self.gradients.clear()
-        self.accumulated.clear()
+        for held in (self.gradients, self.accumulated, self.carried):
+            held.clear()
 
     def leave(self, index: int) -> None:
         """Goes on without the plan: what was prefetched is awaited and dropped, what was being reduced is finished."""
@@ -315,78 +332,18 @@ class Session:
         device = self.backend.device_of(self.arrays[weight]._value)
         return self.backend.empty(shape, self.weights[weight].dtype, device, zero=True)
 
-    def reduce(self, weight: int, gradient: Tensor) -> Tensor:
-        """Returns this rank's part of a whole gradient, reduced over all data axes and awaited.
+    def scatter(self, weight: int, gradient: Tensor) -> Tensor:
+        """Returns this rank's block of a whole gradient, summed over `gather_axes` and awaited.
 
-        Communication: a reduce-scatter over `gather_axes`, an all-reduce over `reduce_axes`.
+        Communication: a reduce-scatter over `gather_axes`.
         """
-        record = self.weights[weight]
-        return reduce_whole(
-            gradient,
-            self.arrays[weight].layout.over_data,
-            record.reduce_axes,
-            ("reduce_scatter", "all_reduce"),
-            reduce_dtype=record.reduce_dtype,
-            divisor=record.divisor,
-            dtype=record.shard_dtype,
-        )
+        record, gather = self.weights[weight], self.arrays[weight].layout.over_data
+        return scatter_whole(gradient, gather, "reduce_scatter", record.reduce_dtype, record.divisor)
 
+    def finish(self, weight: int, block: Tensor) -> Tensor:
+        """Returns the gradient of a weight from its scattered block; may write into the block.
 
-class Eager:
-    """Every collective at its place, awaited: the reference, and the way on for a step that leaves its plan."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self._wholes: dict[int, list[Tensor]] = {}
-
-    def _gather(self, use: Use, index: int) -> list[Tensor]:
-        self.session.agree(index)
-        wholes = self._wholes[id(use)] = [self.session.gather(w) for w in use.weights]
-        return wholes
-
-    def before_forward(self, use: Use) -> list[Tensor]:
-        """See `Driver`."""
-        return self._gather(use, use.index)
-
-    def after_forward(self, use: Use) -> None:
-        """See `Driver`."""
-        self._wholes.pop(id(use), None)
-
-    def before_backward(self, use: Use) -> None:
-        """See `Driver`."""
-        self._gather(use, use.backward_index)
-
-    def wholes(self, use: Use) -> list[Tensor]:
-        """See `Driver`."""
-        found = self._wholes.get(id(use))
-        return found if found is not None else [self.session.gather(w) for w in use.weights]
-
-    def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
-        """See `Driver`."""
-        session = self.session
-        self._wholes.pop(id(use), None)
-        for weight, gradient, trainable in zip(use.weights, gradients, use.trainable, strict=True):
-            if not trainable:
-                continue
-            sofar = session.accumulated.pop(weight, None)
-            terms = [term for term in (sofar, gradient) if term is not None]
-            total = session.backend.add(*terms) if len(terms) == 2 else terms[0] if terms else session.zeros(weight)
-            if use.run.uses_left[weight]:
-                session.accumulated[weight] = total
-            else:
-                session.gradients[weight] = session.reduce(weight, total)
-
-    def pin(self, index: int) -> None:
-        """See `Driver`."""
-        self.session.agree(index)
-
-    def end_backward(self, index: int) -> None:
-        """See `Driver`."""
-        self.session.agree(index)
-
-    def end_step(self, index: int) -> None:
-        """See `Driver`."""
-        self.session.agree(index)
-
-    def leave(self) -> None:
-        """See `Driver`. Nothing is ever under way, and what is unreduced is with the session."""
+        Communication: an all-reduce over `reduce_axes`.
+        """
+        w, gather = self.weights[weight], self.arrays[weight].layout.over_data
+        return finish_block(block, gather, w.reduce_axes, "all_reduce", w.reduce_dtype, w.divisor, w.accum_dtype)

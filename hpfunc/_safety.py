@@ -118,7 +118,8 @@ def _misuse(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
         verb = "frees" if isinstance(op, Free) else "begins"
         yield f"{verb} {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
     if isinstance(op, (Compute, Launch, Local)) and use.writes and not _in_place(op):
-        others = (region for region in op.reads if region.overlaps(use.region))
+        same = isinstance(op, Local) and op.kind == "accumulate"  # may add to one of its reads
+        others = (region for region in op.reads if region.overlaps(use.region) and not (same and region == use.region))
         if any(others) or sum(region.overlaps(use.region) for region in op.writes) > 1:
             yield f"writes {schedule.name(use.region)}, which it also reads, or writes it twice"
 

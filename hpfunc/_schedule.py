@@ -22,7 +22,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 LocalKind = Literal[
     "pack_shards", "unpack_wholes", "accumulate", "pack_gradients", "zero", "sum_parts", "copy", "scale"
 ]
-BufferKind = Literal["shard", "send", "gathered", "whole", "gradient", "staging", "reduce", "part", "output"]
+BufferKind = Literal["shard", "send", "gathered", "whole", "gradient", "staging", "reduce", "carry", "part", "output"]
 
 ALIGN_BYTES = 512
 
@@ -131,7 +131,8 @@ class Local:
     pack_shards: the shards of `weights` (short ones padded with zeros), cast to their `dtype`, one after another
         into one message.
     unpack_wholes: a gathered message (ranks * blocks of `weights`) into one whole weight per write.
-    accumulate: ``reads[0] + reads[1]`` into a new buffer.
+    accumulate: ``reads[2i] + reads[2i + 1]`` into ``writes[i]``, the earlier one first, each cast to the dtype of the
+        write before; in place where the write is one of the two. With `weights` it is of whole gradients.
     pack_gradients: whole gradients of `weights`, cut into blocks, cast to the message's dtype and divided by `divisor`
         before the cast, into one message (ranks * blocks of `weights`).
     zero: zeros into every write.

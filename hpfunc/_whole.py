@@ -62,7 +62,7 @@ def _maps(layout: Layout, axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -
         return gather_whole(local, over(local), "user")
 
     def scatter(whole: Tensor) -> Tensor:
-        return reduce_whole(whole, over(whole), reduce_axes, ("user", "user"))
+        return reduce_whole(whole, over(whole), reduce_axes)
 
     return gather, scatter
 

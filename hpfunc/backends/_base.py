@@ -234,8 +234,16 @@ class Memory(Protocol):
         """Writes the sum of `parts`, added in that order, into `target`."""
         ...
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
-        """Returns a new sum."""
+    def add(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
+        """Returns a new sum; both are cast to `dtype` before."""
+        ...
+
+    def accumulate(self, target: Tensor, source: Tensor) -> None:
+        """Adds `source`, cast to the dtype of `target` before, to `target` in place."""
+        ...
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        """Returns the tensor in another dtype, differentiable; itself if it has that dtype."""
         ...
 
     def divide(self, tensor: Tensor, divisor: int) -> None:

@@ -270,8 +270,16 @@ class TorchBackend:
                     target.add_(part)
         self.counters.bytes_copied += target.nbytes
 
-    def add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return left.detach() + right.detach()
+    def add(self, left: torch.Tensor, right: torch.Tensor, dtype: str) -> torch.Tensor:
+        wanted = getattr(torch, dtype)
+        return left.detach().to(wanted) + right.detach().to(wanted)
+
+    def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.add_(source.detach().to(target.dtype))
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(getattr(torch, dtype))
 
     def divide(self, tensor: torch.Tensor, divisor: int) -> None:
         with torch.no_grad():

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from hpfunc._plan import Traits
 from hpfunc._policy import Policy, Release
-from hpfunc._program import Event, Program, Unit, Weight
+from hpfunc._program import Carry, Event, Program, Unit, Weight
+from hpfunc._windows import Windows
 
 AXES: tuple[str, ...] = ("replicate", "shard")
 STEP = (Event("end_backward"), Event("end_step"))
@@ -27,7 +28,8 @@ def weight(
     others = tuple(axis for axis in mesh_sizes if axis not in cut)
     num_replicas = math.prod(mesh_sizes[axis] for axis in others)
     dtypes = {"dtype": "float32", "shard_dtype": "float32", "reduce_dtype": "float32"}
-    defaults: dict[str, Any] = {**dtypes, "divisor": num_shards * num_replicas}
+    accum_dtype = fields.get("shard_dtype", "float32")
+    defaults: dict[str, Any] = {**dtypes, "accum_dtype": accum_dtype, "divisor": num_shards * num_replicas}
     return Weight(
         name=name,
         block_numel=-(-numel // num_shards),
@@ -64,6 +66,18 @@ def three_units(mesh_sizes: Mapping[str, int]) -> Program:
     return stack(*units, names=names)
 
 
+def two_backwards(mesh_sizes: Mapping[str, int], carry: Carry, **fields: Any) -> Program:
+    """Returns two units that are passed twice for one gradient."""
+    program = stack(
+        *((weight(f"{name}.w", 65536, mesh_sizes, **fields),) for name in ("block", "head")), names=("block", "head")
+    )
+    passes = [
+        (Event("forward", 0, n), Event("forward", 1, n), Event("backward", 1, n), Event("backward", 0, n))
+        for n in (0, 1)
+    ]
+    return replace(program, events=(*passes[0], Event("end_backward", carry=carry), *passes[1], *STEP))
+
+
 # ---------------------------------------------------------------------------------------------------------- at random
 
 
@@ -84,8 +98,20 @@ def random_case(rng: Random) -> Case:
     if sizes[0] == 1 and rng.random() < 0.5:
         del mesh_sizes["replicate"]
     release: Release = rng.choice(["forward", "forward", "backward", "never"])
-    policy = Policy(rng.choice([0, 1, 1, 2, 3]), release, rng.choice([0, 64, 256, math.inf]))
-    return Case(random_program(rng, mesh_sizes), mesh_sizes, policy, Traits(ordered_sums=rng.random() < 0.5))
+    policy = Policy(
+        rng.choice([0, 1, 1, 2, 3]),
+        release,
+        rng.choice([0, 64, 256, math.inf]),
+        prefetch_backward=rng.choice([None, None, 0, 1, 2, 4]),
+        release_overrides=[("layer", rng.choice(get_args(Release)))] if rng.random() < 0.2 else (),
+        reduce_bucket_bytes=rng.choice([0, 0, 100, 400, math.inf]),
+    )
+    program = random_program(rng, mesh_sizes)
+    if rng.random() < 0.3:
+        windows = Windows(program, policy)
+        budget = windows.least_budget_bytes * rng.choice([1, 1.3, 2])
+        policy = replace(policy, gather_budget_bytes=budget)
+    return Case(program, mesh_sizes, policy, Traits(ordered_sums=rng.random() < 0.5))
 
 
 def random_program(rng: Random, mesh_sizes: Mapping[str, int]) -> Program:
@@ -115,6 +141,7 @@ def random_weight(rng: Random, name: str, mesh_sizes: Mapping[str, int], usual: 
         "dtype": rng.choice(["float32", "float32", "bfloat16"]),
         "shard_dtype": "float32" if usual else rng.choice(["float32", "float32", "bfloat16"]),
         "reduce_dtype": "float32" if usual else rng.choice(["float32", "float32", "bfloat16", "float16"]),
+        "accum_dtype": "float32" if usual else rng.choice(["float32", "float32", "bfloat16"]),
         "even": whole or rng.random() < 0.7,
         "direct": whole or rng.random() < 0.7,
         "trainable": rng.random() < 0.85,
@@ -130,7 +157,8 @@ def random_events(rng: Random, num_units: int) -> list[Event]:
     """Returns the events of a step: some units are called only forward, some are recomputed, some pass twice."""
     uses: Counter[int] = Counter()
     events: list[Event] = []
-    for _ in range(rng.choice([0, 1, 1, 1, 2])):
+    carries = [rng.choice(["", "", "shards", "wholes"]) for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))]
+    for carry in [*carries, ""] if carries or rng.random() < 0.9 else []:
         calls = random_calls(rng, num_units, uses)
         events += [Event("forward", *call) for call in calls]
         if rng.random() < 0.3:
@@ -141,7 +169,7 @@ def random_events(rng: Random, num_units: int) -> list[Event]:
             if rng.random() < 0.2:
                 events += [Event("recompute", *call) for call in reversed(chunk)]
             events += [Event("backward", *call) for call in chunk]
-        events.append(Event("end_backward"))
+        events.append(Event("end_backward", carry=carry))
     if not events or rng.random() < 0.2:
         events += [Event("forward", *call) for call in random_calls(rng, num_units, uses)]
     return [*events, Event("end_step")]

@@ -248,13 +248,14 @@ WRONG: dict[str, Callable[[], Schedule]] = {
     "not ['replicate', 'shard']; early is True, not False": lambda: without(
         plan(layers(2, HSDP), Policy()), "all_reduce layer1"
     ),
-    "deliver w1: delivers for w1 what is not its gradient: weight is 0, not 1; uses is ((3, 0),), not ((2, 0),)": (
-        exchanged_gradients
-    ),
-    "deliver w: delivers for w what is not its gradient: uses is ((3, 0),), not ((2, 0), (3, 0))": lambda: changed(
-        without(without(TIED, "accumulate w"), "free gradient w#2"),
-        "reduce_scatter layer",
-        reads=op(TIED, "accumulate w").reads[1:],
+    "deliver w1: delivers for w1 what is not its gradient: weight is 0, not 1; "
+    "uses is (((3, 0),),), not (((2, 0),),)": exchanged_gradients,
+    "deliver w: delivers for w what is not its gradient: uses is (((3, 0),),), not (((2, 0), (3, 0)),)": lambda: (
+        changed(
+            without(without(TIED, "accumulate w"), "free gradient w#2"),
+            "reduce_scatter layer",
+            reads=op(TIED, "accumulate w").reads[1:],
+        )
     ),
     "all_reduce again: sums gradient of weight 1 over ('replicate',), which is not due": lambda: with_op(
         BOTH, "all_reduce layer1", replace(op(BOTH, "all_reduce layer1"), name="all_reduce again")

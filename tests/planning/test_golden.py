@@ -15,7 +15,7 @@ from hpfunc._check import check
 from hpfunc._plan import Traits, plan
 from hpfunc._policy import Policy
 from hpfunc._schedule import Schedule
-from tests.planning.programs import three_units
+from tests.planning.programs import three_units, two_backwards
 
 GOLDEN = Path(__file__).parent / "golden"
 MESHES = {"fsdp": {"shard": 4}, "hsdp": {"replicate": 2, "shard": 2}, "hsdp3": {"replicate": 3, "shard": 2}}
@@ -25,6 +25,12 @@ SCHEDULES = {
     for backend in ("native", "ordered")
 }
 SCHEDULES["fsdp_packed"] = plan(three_units(MESHES["fsdp"]), Policy(prefetch=2, pack_below_bytes=float("inf")))
+SCHEDULES["hsdp_one_bucket"] = plan(three_units(MESHES["hsdp"]), Policy(reduce_bucket_bytes=float("inf")))
+SCHEDULES["hsdp_carried_shards"] = plan(two_backwards(MESHES["hsdp"], "shards"), Policy())
+SCHEDULES["hsdp_carried_wholes"] = plan(two_backwards(MESHES["hsdp"], "wholes"), Policy.zero2())
+SCHEDULES["hsdp_carried_bfloat16"] = plan(
+    two_backwards(MESHES["hsdp"], "shards", reduce_dtype="bfloat16"), Policy.zero1(reduce_bucket_bytes=1 << 20)
+)
 
 
 def assert_golden(text: str, path: Path) -> None:

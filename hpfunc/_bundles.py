@@ -1,0 +1,181 @@
+"""Reduce buffers: which gradients share one, and where in it each of them is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ._draft import Draft
+from ._messages import messages
+from ._policy import Policy
+from ._program import Program, Weight
+from ._schedule import ALIGN_BYTES, Region, itemsize
+
+Key = tuple[tuple[str, ...], str, int]
+
+
+def key_of(weight: Weight) -> Key:
+    """Returns what gradients have to have in common to share a reduce buffer."""
+    return (weight.reduce_axes if weight.num_replicas > 1 else (), weight.reduce_dtype, weight.divisor)
+
+
+@dataclass(slots=True)
+class Bundle:
+    """Gradients that share a reduce buffer, from their reduce-scatter to their delivery.
+
+    Attributes:
+        first: one of its weights, for what they have in common.
+        buffer: the whole of the reduce buffer.
+        members: its parts, each filled by one event.
+    """
+
+    label: str
+    first: Weight
+    buffer: Region
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def slices(self) -> dict[int, Region]:
+        """Where the gradient of each weight is."""
+        return {weight: region for member in self.members for weight, region in member.slices.items()}
+
+    @property
+    def filled(self) -> tuple[Region, ...]:
+        """The regions that hold anything, as few as possible."""
+        if self.first.num_replicas > 1:
+            return (self.buffer,)  # what lies between slices is zero
+        return tuple(merged(self.slices.values()))
+
+
+@dataclass(slots=True)
+class Member:
+    """The part of a reduce buffer that one event fills.
+
+    Attributes:
+        slices: where the gradient of each weight is.
+        regions: where each message arrives.
+    """
+
+    slices: dict[int, Region]
+    regions: list[Region]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which events fill one reduce buffer, in order, and the weights of each message of each of them."""
+
+    events: tuple[int, ...]
+    buckets: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def buckets_of(program: Program, weights: Sequence[int], policy: Policy) -> tuple[tuple[int, ...], ...]:
+    """Returns the weights of each message, a weight that nobody cuts by itself."""
+    cut = tuple(w for w in weights if program.weights[w].num_shards > 1)
+    return (*messages(program, cut, policy), *((w,) for w in weights if w not in cut))
+
+
+def shares(
+    program: Program, finals: Sequence[Sequence[int]], carries: Sequence[bool], policy: Policy
+) -> dict[tuple[int, Key], Share]:
+    """Returns the share that each event has a part in, by the key of its weights, where there are replicas.
+
+    Args:
+        program: what is planned.
+        finals: the weights whose whole gradient is complete after each event.
+        carries: for each event, whether its shards are carried to the next backward: those are never shared.
+        policy: `Policy.reduce_bucket_bytes` says when a buffer is full.
+    """
+    found: dict[tuple[int, Key], Share] = {}
+    gathered: dict[Key, list[tuple[int, list[int]]]] = {}
+
+    def close(key: Key) -> None:
+        parts = gathered.pop(key)
+        events = tuple(event for event, _ in parts)
+        share = Share(events, tuple(buckets_of(program, weights, policy) for _, weights in parts))
+        found.update({(event, key): share for event in events})
+
+    for event, weights in enumerate(finals):
+        keys: dict[Key, list[int]] = {}
+        for index in weights:
+            if program.weights[index].num_replicas > 1:
+                keys.setdefault(key_of(program.weights[index]), []).append(index)
+        for key, members in keys.items():
+            gathered.setdefault(key, []).append((event, members))
+            size_bytes = sum(_block_bytes(program.weights[w]) for _, part in gathered[key] for w in part)
+            if carries[event] or size_bytes >= policy.reduce_bucket_bytes:
+                close(key)
+        if program.events[event].kind == "end_backward" and not program.events[event].carry:
+            for key in tuple(gathered):
+                close(key)
+    return found
+
+
+def _block_bytes(weight: Weight) -> int:
+    return weight.block_numel * itemsize(weight.reduce_dtype)
+
+
+def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
+    """Begins a reduce buffer: one slice for each message, aligned; what lies between is zeroed if it is reduced."""
+    program = draft.program
+    first = program.weights[share.buckets[0][0][0]]
+    sizes = [sum(program.weights[w].block_numel for w in bucket) for part in share.buckets for bucket in part]
+    starts, numel = _layout(sizes, first)
+    label = labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
+    buffer = draft.buffer("reduce", label, numel, first.reduce_dtype, "reduce_scatter")
+    slices = iter([Region(buffer.buffer, start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    bundle = Bundle(label, first, buffer)
+    for part in share.buckets:
+        regions = [next(slices) for _ in part]
+        split = (pair for bucket, region in zip(part, regions, strict=True) for pair in _split(program, bucket, region))
+        bundle.members.append(Member(dict(split), regions))
+    empty = list(_gaps([region for member in bundle.members for region in member.regions], buffer))
+    if empty and first.num_replicas > 1:
+        draft.local(f"zero {label}", "zero", "reduce_scatter", [], empty)
+    return bundle
+
+
+def _split(program: Program, bucket: tuple[int, ...], region: Region) -> Iterator[tuple[int, Region]]:
+    start = region.start
+    for w in bucket:
+        stop = start + program.weights[w].block_numel
+        yield w, Region(region.buffer, start, stop)
+        start = stop
+
+
+def _layout(sizes: list[int], first: Weight) -> tuple[list[int], int]:
+    """Returns where each slice of a reduce buffer begins, aligned, and how many elements the buffer has."""
+    align = ALIGN_BYTES // itemsize(first.reduce_dtype)
+    starts: list[int] = []
+    end = 0
+    for size in sizes:
+        starts.append(_round_up(end, align))
+        end = starts[-1] + size
+    return starts, _round_up(end, math.lcm(align, first.num_replicas)) if first.num_replicas > 1 else end
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _gaps(slices: Iterable[Region], buffer: Region) -> Iterator[Region]:
+    """Yields the parts of a buffer that no slice covers; slices are in order."""
+    end = 0
+    for region in [*slices, Region(buffer.buffer, buffer.stop, buffer.stop)]:
+        if region.start > end:
+            yield Region(buffer.buffer, end, region.start)
+        end = region.stop
+
+
+def merged(regions: Iterable[Region]) -> Iterator[Region]:
+    """Yields regions, those that continue each other as one."""
+    last: Region | None = None
+    for region in regions:
+        if last is not None and last.buffer == region.buffer and last.stop == region.start:
+            last = Region(last.buffer, last.start, region.stop)
+            continue
+        if last is not None:
+            yield last
+        last = region
+    if last is not None:
+        yield last

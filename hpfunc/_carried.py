@@ -1,0 +1,154 @@
+"""Shards of gradients that one backward carries to the next. See Note [Carried gradients]."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from ._bundles import Bundle, Member, Share, key_of, lay_out, merged
+from ._draft import Draft
+from ._program import Program
+from ._schedule import Region
+
+# Note [Where a carried shard lives]
+# In the reduce buffer in which the first backward has scattered it, if that has the dtype in which gradients
+# accumulate, else in a buffer of its own. Later shards are added to it in place. The last backward adds what is carried
+# to its own reduce buffer, so that the all-reduce is in place there as ever. If another dtype is reduced than
+# accumulated, the sum is formed where it is carried, and cast into the reduce buffer, or delivered from where it is if
+# nobody has a replica.
+
+
+def carries_shards(program: Program) -> list[bool]:
+    """Returns for each event whether the shards of gradients that are complete there are carried on."""
+    result: list[bool] = []
+    carries = False
+    for event in reversed(program.events):
+        if event.kind == "end_backward" and event.carry != "wholes":
+            carries = event.carry == "shards"
+        result.append(carries)
+    return result[::-1]
+
+
+class Carried:
+    """What is carried at the moment."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._weights = draft.program.weights
+        self._regions: dict[int, Region] = {}
+        self._left: Counter[int] = Counter()
+
+    def __contains__(self, weight: int) -> bool:
+        return weight in self._regions
+
+    def add(self, bundles: Iterable[Bundle]) -> None:
+        """Carries what has been scattered into these reduce buffers."""
+        for bundle in bundles:
+            slices = bundle.slices
+            fresh = {w: region for w, region in slices.items() if w not in self._regions}
+            later = {w: region for w, region in slices.items() if w in self._regions}
+            if not later and all(self._accumulates(w, region) for w, region in fresh.items()):
+                self._carry(fresh)
+                continue
+            self._begin(bundle.label, fresh)
+            if later:
+                pairs = [(self._regions[w], region, self._regions[w]) for w, region in later.items()]
+                self._accumulate(f"carry {bundle.label}", pairs)
+            self._draft.free(bundle.buffer)
+
+    def finish(self, label: str, members: Sequence[tuple[Bundle, Member]]) -> None:
+        """Adds what is carried to what has been scattered last, and leaves the sum in the slices of the members."""
+        into: list[tuple[Region, Region, Region]] = []
+        onto: list[tuple[Region, Region, Region]] = []
+        back: dict[Region, Region] = {}
+        spent: list[int] = []
+        for bundle, member in members:
+            for w, region in member.slices.items():
+                if w not in self._regions:
+                    continue
+                carried = self._regions[w]
+                if self._accumulates(w, region):
+                    into.append((carried, region, region))
+                else:
+                    onto.append((carried, region, carried))
+                    if bundle.first.num_replicas > 1:
+                        back[carried] = region
+                    else:
+                        member.slices[w] = self._regions.pop(w)
+                        continue
+                spent.append(w)
+        self._accumulate(f"add carried {label}", into)
+        self._accumulate(f"carry {label}", onto)
+        if back:
+            self._draft.local(f"cast {label}", "copy", "reduce_scatter", list(back), list(back.values()))
+        self._drop(spent)
+
+    def rest(self) -> list[Bundle]:
+        """Returns what is carried of weights that the last backward has not used, ready for its all-reduce."""
+        keys: defaultdict[object, list[int]] = defaultdict(list)
+        for w in sorted(self._regions):
+            keys[key_of(self._weights[w])].append(w)
+        return [self._rest(weights) for weights in keys.values()]
+
+    def _rest(self, weights: list[int]) -> Bundle:
+        first, regions = self._weights[weights[0]], [self._regions[w] for w in weights]
+        if first.num_replicas == 1:
+            for w in weights:
+                del self._regions[w]
+            return Bundle("the rest", first, regions[0], [Member(dict(zip(weights, regions, strict=True)), regions)])
+        bundle = lay_out(self._draft, ["the rest"], Share((0,), (tuple((w,) for w in weights),)))
+        self._draft.local("copy the rest", "copy", "reduce_scatter", regions, bundle.members[0].regions)
+        self._drop(weights)
+        return bundle
+
+    def _accumulates(self, weight: int, region: Region) -> bool:
+        return self._draft.dtype(region) == self._weights[weight].accum_dtype
+
+    def _carry(self, regions: dict[int, Region]) -> None:
+        self._regions |= regions
+        self._left.update(region.buffer for region in regions.values())
+
+    def _begin(self, label: str, slices: dict[int, Region]) -> None:
+        """Makes buffers for weights of which nothing is carried yet, one for each dtype."""
+        dtypes: defaultdict[str, list[int]] = defaultdict(list)
+        for w in slices:
+            dtypes[self._weights[w].accum_dtype].append(w)
+        for dtype, weights in dtypes.items():
+            numel = sum(slices[w].numel for w in weights)
+            buffer = self._draft.buffer("carry", label, numel, dtype, "reduce_scatter")
+            regions, start = [], 0
+            for w in weights:
+                regions.append(Region(buffer.buffer, start, start + slices[w].numel))
+                start += slices[w].numel
+            sources = [slices[w] for w in weights]
+            self._draft.local(f"begin to carry {label}", "copy", "reduce_scatter", sources, regions)
+            self._carry(dict(zip(weights, regions, strict=True)))
+
+    def _accumulate(self, name: str, sums: list[tuple[Region, Region, Region]]) -> None:
+        """Adds pairs of regions (earlier, later, where the sum goes), in as few pieces as possible."""
+        if not sums:
+            return
+        reads, writes = [], []
+        for earlier, later, total in _merged(sums):
+            reads += [earlier, later]
+            writes.append(total)
+        self._draft.local(name, "accumulate", "reduce_scatter", reads, writes)
+
+    def _drop(self, weights: Iterable[int]) -> None:
+        for w in weights:
+            buffer = self._regions.pop(w).buffer
+            self._left[buffer] -= 1
+            if not self._left[buffer]:
+                self._draft.free(Region(buffer, 0, 0))
+
+
+def _merged(sums: list[tuple[Region, Region, Region]]) -> list[tuple[Region, ...]]:
+    """Returns triples of regions, those of which all three continue each other as one."""
+    result: list[tuple[Region, ...]] = []
+    for triple in sums:
+        pairs = [list(merged(pair)) for pair in zip(result[-1], triple, strict=True)] if result else []
+        if pairs and all(len(pair) == 1 for pair in pairs):
+            result[-1] = tuple(pair[0] for pair in pairs)
+        else:
+            result.append(triple)
+    return result

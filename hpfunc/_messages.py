@@ -1,0 +1,35 @@
+"""Which weights travel together, and which need not travel at all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ._policy import Policy
+from ._program import Program, Weight
+from ._schedule import itemsize
+
+
+def in_place(weight: Weight) -> bool:
+    """Returns whether the shard itself is the whole weight."""
+    return weight.num_shards == 1 and weight.dtype == weight.shard_dtype
+
+
+def messages(program: Program, weights: tuple[int, ...], policy: Policy) -> list[tuple[int, ...]]:
+    """Returns which cut weights share a message: small ones of the same axes and dtype do, others travel alone."""
+    buckets: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in weights:
+        weight = program.weights[index]
+        packs = weight.whole_numel * itemsize(weight.dtype) < policy.pack_below_bytes
+        buckets[(weight.gather_axes, weight.dtype, None if packs else index)].append(index)
+    return [tuple(bucket) for bucket in buckets.values()]
+
+
+def gathered_messages(program: Program, unit: int, policy: Policy) -> list[tuple[int, ...]]:
+    """Returns the weights of each message in which a unit is gathered."""
+    weights = dict.fromkeys(program.units[unit].weights)
+    return messages(program, tuple(w for w in weights if program.weights[w].num_shards > 1), policy)
+
+
+def is_received_in_place(program: Program, bucket: tuple[int, ...]) -> bool:
+    """Returns whether what a gather receives is the whole weight itself."""
+    return len(bucket) == 1 and program.weights[bucket[0]].direct

@@ -1,0 +1,127 @@
+"""Which units are to be whole at an event: a function of the program and the policy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import cast
+
+from ._errors import PolicyError, message
+from ._messages import gathered_messages, in_place, is_received_in_place
+from ._policy import Policy, Release
+from ._program import COMPUTES, Program
+from ._schedule import itemsize
+
+# Note [The units near an event]
+# The units *near* event i are the first `depth + 1` different ones that are used from i on; units that need no
+# gather do not count. Before event i the near units are gathered, in the order of their use. After it, its own unit is
+# released unless it is near event i + 1. So every unit that is whole or in flight is near the current event, hence
+# there are at most `depth + 1` of them: the units near i + 1 include all units near i but that of event i, because
+# taking the first use off a list moves no other first use back. What is released is always what is used again last, or
+# never: no choice of the same size gathers less. At the turn from forward to backward the last `depth + 1` units
+# stay whole. Where the unit of event i needs no gather, one unit less is gathered ahead: the depth counts the same.
+#
+# A bound in bytes ends the list of near units early, never before the first, and keeps that inclusion. Where the depth
+# gets smaller at the turn, units that were gathered by the larger one stay until they are used.
+#
+# Units that are kept (released after their backward, or never) do not count, once they are whole: they are reserved out
+# of the bound from the beginning.
+
+
+class Windows:
+    """See Note [The units near an event]."""
+
+    def __init__(self, program: Program, policy: Policy) -> None:
+        self._program, self._policy = program, policy
+        self.releases: tuple[Release, ...] = tuple(_release(program, policy, u) for u in range(len(program.units)))
+        self._costs = [0 if self.is_in_place(u) else _cost(program, policy, u) for u in range(len(program.units))]
+        self._reserved = sum(cost for u, cost in enumerate(self._costs) if self.releases[u] != "forward")
+        self._budget = policy.gather_budget_bytes - self._reserved
+        self.near = cache(self._near)
+
+    def is_in_place(self, unit: int) -> bool:
+        """Returns whether a unit needs no gather."""
+        return all(in_place(self._program.weights[w]) for w in self._program.units[unit].weights)
+
+    def is_last_of_backward(self, unit: int, event: int) -> bool:
+        """Returns whether a unit is not used between an event and the end of the backward that it belongs to."""
+        return unit not in self._until_end_backward(event + 1)
+
+    def _until_end_backward(self, event: int) -> Iterator[int]:
+        for later in self._program.events[event:]:
+            if later.kind == "end_backward":
+                return
+            if later.unit is not None:
+                yield later.unit
+
+    def _near(self, event: int, kept: frozenset[int]) -> tuple[int, ...]:
+        """Returns the units near an event, in the order of their use, without those that are kept."""
+        units: list[int] = []
+        left, depth = self._budget, None
+        for later in self._program.events[event:]:
+            if later.kind not in COMPUTES or later.unit is None:
+                continue
+            if depth is None:
+                depth = self._policy.prefetch if later.kind == "forward" else self._policy.backward_depth
+            unit = later.unit
+            if unit in units or unit in kept or self.is_in_place(unit):
+                continue
+            left -= self._costs[unit] if self.releases[unit] == "forward" else 0
+            if units and left < 0:
+                break
+            units.append(unit)
+            if len(units) > depth:
+                break
+        return tuple(units)
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """Bytes that the units take which have to be whole at one time: all that are kept, and one of the others."""
+        passing = (cost for u, cost in enumerate(self._costs) if self.releases[u] == "forward")
+        return self._reserved + max(passing, default=0)
+
+    def check_budget(self) -> None:
+        """Raises PolicyError if `Policy.gather_budget_bytes` is too small for the program."""
+        budget, least = self._policy.gather_budget_bytes, self.least_budget_bytes
+        if budget >= least:
+            return
+        units = zip(self._program.units, self._costs, self.releases, strict=True)
+        names = [f"{unit.name}: {cost} bytes, released {_WHEN[release]}" for unit, cost, release in units]
+        rule = f"gather_budget_bytes={budget:g}, but units of {least} bytes have to be whole at one time"
+        hint = "raise the budget, release more units after forward, or make smaller units"
+        raise PolicyError(message("hpfunc.Policy", rule, names, hint=hint))
+
+
+_WHEN = {"forward": "after forward", "backward": "after backward", "never": "never"}
+
+
+def _release(program: Program, policy: Policy, unit: int) -> Release:
+    for pattern, release in _overrides(policy):
+        if program.matches(unit, pattern):
+            return release
+    return policy.release
+
+
+def _overrides(policy: Policy) -> tuple[tuple[str, Release], ...]:
+    return cast(tuple[tuple[str, Release], ...], policy.release_overrides)  # a policy makes them so
+
+
+def _cost(program: Program, policy: Policy, unit: int) -> int:
+    """Returns the bytes of a unit's whole weights, and of the messages out of which they are unpacked."""
+    weights = program.weights
+    wholes = [w for w in dict.fromkeys(program.units[unit].weights) if not in_place(weights[w])]
+    buckets = gathered_messages(program, unit, policy)
+    packed = [w for bucket in buckets if not is_received_in_place(program, bucket) for w in bucket]
+    return sum(weights[w].whole_numel * itemsize(weights[w].dtype) for w in [*wholes, *packed])
+
+
+def check_policy(program: Program, policy: Policy) -> None:
+    """Raises PolicyError if a policy contradicts itself for a program."""
+    Windows(program, policy).check_budget()
+
+
+def unmatched(program: Program, policy: Policy) -> list[str]:
+    """Returns the patterns of `Policy.release_overrides` that fit no unit of a program."""
+    units = range(len(program.units))
+    patterns = (pattern for pattern, _ in _overrides(policy))
+    return [pattern for pattern in patterns if not any(program.matches(unit, pattern) for unit in units)]
