@@ -5,6 +5,7 @@ checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 """
 
 from . import optim as optim
+from ._accumulate import accumulate as accumulate
 from ._array import ShardedArray as ShardedArray
 from ._arrays import init as init
 from ._arrays import shard as shard

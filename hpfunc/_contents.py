@@ -177,7 +177,7 @@ def _added(weights: Sequence[Weight], earlier: Piece, later: Piece) -> Piece:
         if value.summed != due or chain(*value.dtypes, weight.accum_dtype) != scattered_dtypes(weight, value.uses):
             raise WrongError(f"adds what is not the scattered gradient of {weight.name}: {value}")
     alike = replace(a, uses=b.uses, dtypes=b.dtypes) == b and earlier.base == later.base
-    if not alike or max(map(max, a.uses)) >= min(map(min, b.uses)):
+    if not alike or a.uses[-1][-1:] >= b.uses[0][:1]:
         raise WrongError(f"adds gradients of {weight.name} that do not follow each other")
     return replace(earlier, value=replace(a, uses=a.uses + b.uses, dtypes=(weight.accum_dtype,)))
 
@@ -224,9 +224,10 @@ def summed_dtypes(weight: Weight, uses: Uses) -> tuple[str, ...]:
 
 def scattered_dtypes(weight: Weight, uses: tuple[Uses, ...]) -> tuple[str, ...]:
     """Returns the dtypes through which a scattered gradient has passed when it is added to others."""
-    if len(uses) > 1:
+    first, *others = uses
+    if others:
         return (weight.accum_dtype,)
-    return chain(*summed_dtypes(weight, uses[0]), weight.reduce_dtype, weight.accum_dtype)
+    return chain(*summed_dtypes(weight, first), weight.reduce_dtype, weight.accum_dtype)
 
 
 def finished(program: Program, weight: int, uses: tuple[Uses, ...], carried: bool) -> Content:

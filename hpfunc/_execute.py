@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ._meaning import scattered
 from ._move import local_view, pack_gradient, pack_shard, unpack_whole, whole_view
 from ._run import Session, Use
 from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
@@ -157,6 +158,9 @@ class Planned:
         for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):
             if buffer.kind == "gradient" and tensor is not None and buffer.weight is not None:
                 self.session.accumulated[buffer.weight] = tensor
+        issued = {op.name for op, done in zip(self.prepared.ops, self.issued, strict=True) if done}
+        for weight, region in scattered(self.schedule, issued).items():
+            self.session.carried[weight] = self._flat(region)
         self.buffers = [None] * len(self.buffers)
 
     # --- slots ------------------------------------------------------------------------------------------------------

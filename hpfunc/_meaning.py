@@ -7,7 +7,7 @@ nothing here is shared with the planner.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ._contents import (
@@ -57,6 +57,26 @@ def wrong_meanings(schedule: Schedule) -> Iterator[tuple[str, str]]:
     yield from run.missing()
 
 
+def scattered(schedule: Schedule, issued: Collection[str]) -> dict[int, Region]:
+    """Returns where the scattered gradient of each weight is, if one waits for others or for its all-reduce.
+
+    Args:
+        schedule: a safe one.
+        issued: the names of the ops that have run; the others will not.
+    """
+    run = _Run(schedule)
+    gone: set[int] = set()
+    for slot in schedule.slots:
+        for op in slot.ops:
+            if op.name in issued:
+                run.step(slot, op)
+                gone |= (
+                    {op.buffer} if isinstance(op, Free) else {op.region.buffer} if isinstance(op, Deliver) else set()
+                )
+    kept = (i for i, buffer in enumerate(schedule.buffers) if buffer.kind in ("reduce", "carry") and i not in gone)
+    return {weight: region for index in kept for weight, region in run.gradients(index)}
+
+
 class _Run:
     """The memory of one rank, and the gradients that it has delivered."""
 
@@ -83,6 +103,14 @@ class _Run:
                 self._memory[op.buffer] = (Piece(Unknown(), self._buffers[op.buffer].numel),)
             case Deliver():
                 self._deliver(slot, op)
+
+    def gradients(self, index: int) -> Iterator[tuple[int, Region]]:
+        """Yields the gradients in a buffer, and where each of them is."""
+        start = 0
+        for piece in self._memory[index]:
+            if isinstance(piece.value, Grad):
+                yield piece.value.weight, Region(index, start, start + piece.numel)
+            start += piece.numel
 
     def spoil(self, op: Op) -> None:
         for region in op.writes if isinstance(op, (Compute, Launch, Local)) else ():

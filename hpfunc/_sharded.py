@@ -259,7 +259,7 @@ def _warn_about(schedule: Schedule, report: Report) -> None:
     if cut and len(sizes) == 1:
         rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
         warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
-    elif report.launches and not report.hidden_launches:
+    elif report.launches and not report.hidden_launches and schedule.policy.prefetch == 0:
         rule = f"nothing can be hidden in this step with {schedule.policy}"
         warnings.warn(message(_NAME, rule, hint="raise Policy.prefetch"), HpfuncWarning, stacklevel=5)
 

@@ -12,9 +12,11 @@ from . import backends
 from ._array import ShardedArray, check_gatherable, describe, is_sharded
 from ._errors import LeafError, UsageError, message
 from ._grad import Run, current_run
+from ._numerics import Numerics
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
+from .backends import Backend
 
 Tensor = Any
 Names = Callable[[], list[str]]
@@ -97,6 +99,8 @@ def _call(
             hint = "let torch.func differentiate the function itself, without value_and_grad"
             raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
         return body([unshard_array(_NAME, a) for a in arrays], *args, **kwargs)  # the leaf form
+    if run is not None:
+        body = _casting(body, run.numerics, backend)
     if run is None or run.state == "done":
         return _forward_only(label, body, arrays, names, args, kwargs)
     if run.state == "backward":
@@ -108,6 +112,24 @@ def _call(
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
     return outputs
+
+
+def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> Callable[..., Any]:
+    """Returns `body` with the casts of inputs and outputs that `Numerics` asks for."""
+
+    def cast(tree: Any, dtype: str) -> Any:
+        def cast_leaf(x: Any) -> Any:
+            return backend.cast(x, dtype) if backend.is_tensor(x) and backend.is_floating(backend.dtype_name(x)) else x
+
+        return optree.tree_map(cast_leaf, tree)
+
+    def call(wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if numerics.cast_inputs:
+            args, kwargs = cast((args, kwargs), numerics.param_dtype)
+        outputs = body(wholes, *args, **kwargs)
+        return outputs if numerics.output_dtype is None else cast(outputs, numerics.output_dtype)
+
+    return call if numerics.cast_inputs or numerics.output_dtype is not None else body
 
 
 def _forward_only(

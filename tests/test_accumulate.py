@@ -1,0 +1,140 @@
+"""Several micro-batches make the gradient of one big batch: in numbers, in messages and in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import hpfunc as hp
+from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
+from tests.ranks import Pool, mesh_of
+from tests.test_execute import is_sharded, layers, local_leaves
+from tests.test_parity import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.processes
+EXAMPLES = settings(max_examples=20, phases=[Phase.explicit, Phase.generate], deadline=None)
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to accumulate."""
+
+    num_microbatches: int
+    mode: Any
+    policy: hp.Policy | None
+    numerics: hp.Numerics = hp.Numerics()
+    dtype: torch.dtype = torch.float64
+
+
+def train(rank: int, model: Model, layout: Layout, run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """Returns the local gradients of the last step, the whole weights after it, and whether it was planned."""
+    mesh = mesh_of(layout.shape, layout.names)
+    weights = model.weights(run.dtype)
+    params = hp.shard(weights, mesh, layout.specs(weights))
+    loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
+    grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
+    step = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
+    grads: Any = None
+    for number in range(STEPS):
+        batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
+        value, grads = step(params, batch)
+        assert torch.allclose(value, model.loss(hp.unshard(params, mesh.axis_names), batch))
+        params = sgd(params, grads)
+    return (
+        optree.tree_leaves(grads),
+        optree.tree_leaves(hp.unshard(params, mesh.axis_names)),
+        run.policy is not None and step.followed_plan,
+    )
+
+
+def one_big_batch(model: Model, num_ranks: int, num_microbatches: int) -> list[torch.Tensor]:
+    """As `tests.models.reference`, with a batch that is as large as all micro-batches together."""
+
+    class Big(Model):
+        def batch(self, rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.cat([model.batch(rank, 10 * step + k, dtype) for k in range(num_microbatches)])
+
+    fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
+    return reference(Big(**fields), num_ranks, STEPS)
+
+
+@EXAMPLES
+@given(
+    model=models(),
+    layout=layouts([(2,), (3,), (2, 2), (3, 1), (4,)]),
+    policy=st.none() | policies,
+    count=st.integers(1, 4),
+    mode=st.sampled_from(["scatter", "local"]),
+)
+def test_micro_batches_equal_one_big_batch(
+    pool: Callable[[int], Pool], model: Model, layout: Layout, policy: hp.Policy | None, count: int, mode: str
+) -> None:
+    results = pool(layout.num_ranks).run(train, model, layout, Run(count, mode, policy))
+    want = one_big_batch(model, layout.num_ranks, count)
+    for _, weights, followed in results:
+        assert_close(weights, want, 1e-12)
+        assert followed == (policy is not None)
+
+
+NUMERICS = [
+    hp.Numerics(),
+    hp.Numerics(param_dtype="bfloat16"),
+    hp.Numerics(param_dtype="bfloat16", reduce_dtype="float32", accum_dtype="float32", cast_inputs=True),
+    hp.Numerics(reduce_dtype="bfloat16", accum_dtype="float64"),
+    hp.Numerics(reduce_dtype="float16", reduce_op="sum"),
+    hp.Numerics(accum_dtype="bfloat16", output_dtype="float32"),
+]
+
+
+@EXAMPLES
+@given(
+    model=models(),
+    layout=layouts([(2,), (3,), (2, 2), (3, 2), (2, 1)]),
+    policy=policies,
+    count=st.integers(2, 3),
+    mode=st.sampled_from(["scatter", "local"]),
+    numerics=st.sampled_from(NUMERICS),
+)
+def test_every_schedule_gives_the_bits_of_the_eager_reference(
+    pool: Callable[[int], Pool],
+    model: Model,
+    layout: Layout,
+    policy: hp.Policy,
+    count: int,
+    mode: str,
+    numerics: hp.Numerics,
+) -> None:
+    ranks = pool(layout.num_ranks)
+    eager = ranks.run(train_loosely, model, layout, Run(count, mode, None, numerics, torch.float32))
+    planned = ranks.run(train_loosely, model, layout, Run(count, mode, policy, numerics, torch.float32))
+    for (grads, weights, followed), (eager_grads, eager_weights, _) in zip(planned, eager, strict=True):
+        assert followed
+        assert_same_bits(grads, eager_grads)
+        assert_same_bits(weights, eager_weights)
+
+
+def train_loosely(rank: int, model: Model, layout: Layout, run: Run) -> Any:
+    """As `train`, without a judgement of the loss."""
+    mesh = mesh_of(layout.shape, layout.names)
+    weights = model.weights(run.dtype)
+    params = hp.shard(weights, mesh, layout.specs(weights))
+    loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
+    grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
+    step = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
+    grads: Any = None
+    for number in range(STEPS):
+        batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
+        _, grads = step(params, batch)
+        params = sgd(params, optree.tree_map(lambda g: g.float(), grads))
+    followed = run.policy is not None and step.followed_plan
+    return optree.tree_leaves(grads), optree.tree_leaves(hp.unshard(params, mesh.axis_names)), followed
