@@ -55,7 +55,7 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
     if not all(fits):
         rows = zip(leaves.paths(), leaves.leaves, values, fits, strict=True)
         bad = [f"{path}: {describe(x)}, {getattr(v, 'dtype', type(v).__name__)}" for path, x, v, fit in rows if not fit]
-        hint = "keep other leaves out of the tree that is optimized"
+        hint = "keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)"
         raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
     return leaves, foreach(backend.name)
 
