@@ -87,6 +87,16 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
     raise SpecError(message(function, f"{name} and {other.name} lie differently", bad, hint=hint))
 
 
+def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:
+    """Raises SpecError naming every array that still is a partial sum."""
+    partial = [is_sharded(leaf) and bool(leaf.spec.unreduced) for leaf in leaves.leaves]
+    if any(partial):
+        pairs = zip(leaves.paths(), leaves.leaves, partial, strict=True)
+        bad = [f"{path}: {describe(leaf)}" for path, leaf, is_partial in pairs if is_partial]
+        hint = "finish them with hpfunc.reduce first"
+        raise SpecError(message(function, f"arrays still are partial sums, {why}", bad, hint=hint))
+
+
 def _missing(these: list[str], those: list[str], name: str, other: str) -> list[str]:
     there = {path.removeprefix(other) for path in those}
     return [path for path in these if path.removeprefix(name) not in there]
