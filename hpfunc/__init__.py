@@ -38,6 +38,9 @@ from ._named import psum as psum
 from ._named import psum_scatter as psum_scatter
 from ._named import pvary as pvary
 from ._numerics import Numerics as Numerics
+from ._partition import combine as combine
+from ._partition import is_floating as is_floating
+from ._partition import partition as partition
 from ._plan import Traits as Traits
 from ._plan import plan as plan
 from ._policy import Policy as Policy
@@ -55,3 +58,5 @@ from ._whole import unshard as unshard
 from ._world import make_mesh as make_mesh
 from ._world import use_mesh as use_mesh
 from .optim import apply_updates as apply_updates
+from .optim import clip_by_global_norm as clip_by_global_norm
+from .optim import global_norm as global_norm

@@ -261,7 +261,7 @@ def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Se
         if not backend.is_tensor(tensor) or not backend.is_floating(backend.dtype_name(tensor)):
             bad.append(f"{name}: {describe(leaf)}, {getattr(tensor, 'dtype', type(tensor).__name__)}")
     if bad:
-        hint = "pass such leaves in another argument, or choose argnums"
+        hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
     check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])
 

@@ -32,6 +32,28 @@ def paths(tree: Any, name: str, is_leaf: IsLeaf | None = None) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
 
 
+def dotted(accessor: optree.PyTreeAccessor) -> str:
+    """Returns a path in its short form: keys, indices and field names with a dot between them; "" is the tree itself.
+
+    >>> dotted(optree.tree_accessors({"layers": [{"w": 1}]})[0])
+    'layers.0.w'
+    """
+    return ".".join(map(_step, accessor))
+
+
+def _step(entry: optree.PyTreeEntry) -> str:
+    return str(entry.field) if isinstance(entry, optree.NamedTupleEntry) else str(entry.entry)
+
+
+def dotted_paths(tree: Any, is_leaf: IsLeaf | None = None) -> list[str]:
+    """Returns the dotted path of every leaf.
+
+    >>> dotted_paths({"layers": [{"w": 1, "b": 2}], "none": None})
+    ['layers.0.b', 'layers.0.w']
+    """
+    return [dotted(accessor) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
+
+
 def broadcast_prefix(
     function: str, prefix: Any, tree: Any, *, argument: str, name: str, is_prefix_leaf: IsLeaf, is_leaf: IsLeaf
 ) -> list[tuple[Any, bool]]:

@@ -104,6 +104,15 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         _current.reset(token)
 
 
+def mesh_in_use() -> Mesh | None:
+    """Returns the mesh of the enclosing step or `use_mesh`, if there is one.
+
+    >>> mesh_in_use() is None
+    True
+    """
+    return _current.get()
+
+
 def current_mesh(function: str, mesh: Mesh | None = None) -> Mesh:
     """Returns `mesh`, else the one that is in use.
 

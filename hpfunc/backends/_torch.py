@@ -7,6 +7,7 @@ machines that test this project; what those can check of it is that it launches 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -257,6 +258,8 @@ class TorchBackend:
         self.counters.bytes_copied += target.nbytes
 
     def fill(self, target: torch.Tensor, value: float) -> None:
+        if math.isnan(value) and not target.is_floating_point():  # the poison of an integer, which has no NaN
+            value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min
         with torch.no_grad():
             target.fill_(value)
 

@@ -1,14 +1,24 @@
 """Optimizers as pairs of pure functions, in optax's protocol.
 
 ``init(params)`` makes a state, ``update(grads, state, params)`` returns updates and a new state, `apply_updates` adds
-them to the weights. All of it works on each rank's own parts; only `global_norm` and what stands on it communicate. An
-array that a `sharded` step owns (``donate_argnums``) is updated in place, any other is left as it is, bit for bit.
-Gradients are only read.
+them to the weights. All of it works on each rank's own parts; only `global_norm`, `all_finite` and what stands on them
+communicate. An array that a `sharded` step owns (``donate_argnums``) is updated in place, any other is left as it is,
+bit for bit. Gradients are only read.
+
+Weights, gradients and updates may differ in dtype. `sgd` and `adamw` compute in float32 at least, and keep moments in
+the dtypes of the weights, or in float32 where those have fewer bits; `apply_updates` rounds the sum to the dtype of the
+weight, once. So with weights of 16 bits a moment takes four bytes an element. Clipping and scaling keep the dtypes that
+they are given.
 """
 
 from ._adam import AdamState as AdamState
 from ._adam import adamw as adamw
 from ._adam import scale_by_adam as scale_by_adam
+from ._finite import ApplyIfFiniteState as ApplyIfFiniteState
+from ._finite import all_finite as all_finite
+from ._finite import apply_if_finite as apply_if_finite
+from ._loss_scale import DynamicLossScale as DynamicLossScale
+from ._loss_scale import LossScaleState as LossScaleState
 from ._norm import clip_by_global_norm as clip_by_global_norm
 from ._norm import global_norm as global_norm
 from ._optimizer import Optimizer as Optimizer
@@ -27,10 +37,15 @@ from ._sgd import sgd as sgd
 # For autodoc, which leaves out imported names without it.
 __all__ = [
     "AdamState",
+    "ApplyIfFiniteState",
+    "DynamicLossScale",
+    "LossScaleState",
     "Optimizer",
     "SgdState",
     "adamw",
     "add_decayed_weights",
+    "all_finite",
+    "apply_if_finite",
     "apply_updates",
     "chain",
     "clip_by_global_norm",

@@ -12,8 +12,8 @@ from ._optimizer import Optimizer, decays_of
 from ._schedules import LearningRate, as_schedule, check_number
 
 Tensor = Any
-# From the places of some leaves to new tensors for them, to which Adam adds its part.
-Base = Callable[[Sequence[int]], list[Tensor]]
+# From the places of some leaves, and their gradients, to new tensors in the same dtypes: Adam adds its part to them.
+Base = Callable[[Sequence[int], list[Tensor]], list[Tensor]]
 
 
 class AdamState(NamedTuple):
@@ -21,7 +21,7 @@ class AdamState(NamedTuple):
 
     Attributes:
         step: number of updates so far, an int.
-        mu: running mean of the gradients, cut like the weights.
+        mu: running mean of the gradients, cut like the weights, in their dtypes, at least float32.
         nu: running mean of their squares, likewise.
     """
 
@@ -61,14 +61,15 @@ class _Adam(NamedTuple):
         mu, nu = writable(self.function, old_mu, ops), writable(self.function, old_nu, ops)
         step_size, correction = step_size / (1 - self.b1**step), (1 - self.b2**step) ** 0.5
         for places in ops.groups(changes):
-            g, m, v = pick(changes, places), pick(mu, places), pick(nu, places)
+            m, v = pick(mu, places), pick(nu, places)
+            g = ops.cast(pick(changes, places), m)
             ops.lerp_(m, g, 1 - self.b1)
             ops.scale_(v, self.b2)
             ops.add_square_(v, g, 1 - self.b2)
             divisors = ops.roots(v)
             ops.divide_(divisors, correction)
             ops.shift_(divisors, self.eps)
-            total = base(places)
+            total = base(places, g)
             ops.add_quotient_(total, m, divisors, step_size)
             for place, value in zip(places, total, strict=True):
                 changes[place] = value
@@ -100,8 +101,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         gradients, ops = leaves_of(adam.function, "grads", grads)
-        values = gradients.locals
-        return adam.update(gradients, ops, state, 1.0, lambda places: ops.zeros(pick(values, places)))
+        return adam.update(gradients, ops, state, 1.0, lambda places, g: ops.zeros(g))
 
     return Optimizer(adam.init, update)
 
@@ -148,13 +148,13 @@ def adamw(
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         gradients, ops = leaves_of(adam.function, "grads", grads)
-        values, rate = gradients.locals, float(schedule(getattr(state, "step", 0)))
-        base: Base = lambda places: ops.zeros(pick(values, places))  # noqa: E731 - one of two
+        rate = float(schedule(getattr(state, "step", 0)))
+        base: Base = lambda places, g: ops.zeros(g)  # noqa: E731 - one of two
         if weight_decay:
             weights = like(adam.function, "params", needed(adam.function, params, "weight_decay is not 0"), gradients)
             held = weights.locals
             factors = [-rate * decay for decay in decays_of(adam.function, weight_decay, mask, weights)]
-            base = lambda places: ops.scaled(pick(held, places), pick(factors, places))  # noqa: E731 - the other
+            base = lambda places, g: ops.scaled(ops.cast(pick(held, places), g), pick(factors, places))  # noqa: E731
         return adam.update(gradients, ops, state, -rate, base)
 
     return Optimizer(adam.init, update)

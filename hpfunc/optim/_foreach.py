@@ -21,7 +21,15 @@ class Foreach(Protocol):
         ...
 
     def zeros(self, xs: Tensors) -> list[Tensor]:
-        """Returns zeros like `xs`."""
+        """Returns zeros in the shapes of `xs` and in their dtypes, at least float32."""
+        ...
+
+    def widened(self, xs: Tensors) -> list[Tensor]:
+        """Returns `xs` in their dtypes, at least float32; a tensor that has that is returned itself."""
+        ...
+
+    def cast(self, xs: Tensors, ys: Tensors) -> list[Tensor]:
+        """Returns each x in the dtype of its y; a tensor that has that is returned itself."""
         ...
 
     def copy(self, xs: Tensors) -> list[Tensor]:
@@ -53,7 +61,7 @@ class Foreach(Protocol):
         ...
 
     def add_(self, xs: Tensors, ys: Tensors) -> None:
-        """X becomes ``x + y`` in the dtype of x."""
+        """X becomes ``x + y``, added in the wider dtype of the two and rounded once to that of x."""
         ...
 
     def lerp_(self, xs: Tensors, ys: Tensors, weight: float) -> None:
@@ -66,6 +74,10 @@ class Foreach(Protocol):
 
     def add_quotient_(self, xs: Tensors, ys: Tensors, zs: Tensors, factor: float) -> None:
         """X becomes ``x + factor * y / z``."""
+        ...
+
+    def num_not_finite(self, xs: Tensors) -> Tensor:
+        """Returns how many tensors have an element that is NaN or infinite, 0-d float32."""
         ...
 
     def sum_of_squares(self, xs: Tensors) -> Tensor:

@@ -55,7 +55,7 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
     if not all(fits):
         rows = zip(leaves.paths(), leaves.leaves, values, fits, strict=True)
         bad = [f"{path}: {describe(x)}, {getattr(v, 'dtype', type(v).__name__)}" for path, x, v, fit in rows if not fit]
-        hint = "keep other leaves out of the tree that is optimized"
+        hint = "keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)"
         raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
     return leaves, foreach(backend.name)
 
@@ -85,6 +85,16 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
         if _kind(a) != _kind(b)
     ]
     raise SpecError(message(function, f"{name} and {other.name} lie differently", bad, hint=hint))
+
+
+def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:
+    """Raises SpecError naming every array that still is a partial sum."""
+    partial = [is_sharded(leaf) and bool(leaf.spec.unreduced) for leaf in leaves.leaves]
+    if any(partial):
+        pairs = zip(leaves.paths(), leaves.leaves, partial, strict=True)
+        bad = [f"{path}: {describe(leaf)}" for path, leaf, is_partial in pairs if is_partial]
+        hint = "finish them with hpfunc.reduce first"
+        raise SpecError(message(function, f"arrays still are partial sums, {why}", bad, hint=hint))
 
 
 def _missing(these: list[str], those: list[str], name: str, other: str) -> list[str]:

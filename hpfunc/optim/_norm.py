@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from .._array import describe, is_sharded
-from .._errors import SpecError, message
+from .._array import is_sharded
 from .._mesh import Mesh
 from .._named import psum
-from ._leaves import Leaves, leaves_of
+from ._leaves import leaves_of, refuse_partial_sums
 from ._optimizer import Optimizer, scaled_tree
 from ._schedules import check_number
 
@@ -77,7 +76,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 
 def _norm(function: str, tree: Any) -> Tensor | None:
     leaves, ops = leaves_of(function, "tree", tree)
-    _refuse_partial_sums(function, leaves)
+    refuse_partial_sums(function, leaves, "which have no norm")
     parts: dict[tuple[Mesh | None, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     for leaf, value in zip(leaves.leaves, leaves.locals, strict=True):
         parts[_cut(leaf)].append(value)
@@ -93,12 +92,3 @@ def _cut(leaf: Any) -> tuple[Mesh | None, tuple[str, ...]]:
 
 def _reduced(total: Tensor, mesh: Mesh | None, axes: Sequence[str]) -> Tensor:
     return psum(total, tuple(axes), mesh=mesh) if axes else total
-
-
-def _refuse_partial_sums(function: str, leaves: Leaves) -> None:
-    partial = [is_sharded(leaf) and bool(leaf.spec.unreduced) for leaf in leaves.leaves]
-    if any(partial):
-        pairs = zip(leaves.paths(), leaves.leaves, partial, strict=True)
-        bad = [f"{path}: {describe(leaf)}" for path, leaf, is_partial in pairs if is_partial]
-        hint = "finish them with hpfunc.reduce first"
-        raise SpecError(message(function, "arrays still are partial sums, which have no norm", bad, hint=hint))

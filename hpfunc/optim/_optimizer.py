@@ -39,6 +39,8 @@ class Optimizer:
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Returns ``params + updates``, leaf by leaf, in the dtypes of `params`.
 
+    Where the two dtypes differ, the sum is made in the wider one and rounded once.
+
     Args:
         params: pytree of `ShardedArray` (or plain tensors). Arrays that the step owns are updated in place
             and consumed.
@@ -164,8 +166,9 @@ def add_decayed_weights(weight_decay: float, mask: Any = None) -> Optimizer:
         weights = like(name, "params", needed(name, params, "it adds weights"), gradients)
         decays, values, changes = decays_of(name, weight_decay, mask, weights), weights.locals, gradients.locals
         for places in ops.groups(values):
-            added = ops.scaled(pick(values, places), pick(decays, places))
-            ops.add_(added, pick(changes, places))
+            wide = ops.widened(pick(changes, places))
+            added = ops.scaled(ops.cast(pick(values, places), wide), pick(decays, places))
+            ops.add_(added, wide)
             for place, value in zip(places, added, strict=True):
                 changes[place] = value
         return gradients.wrap(changes), state

@@ -19,7 +19,8 @@ class SgdState(NamedTuple):
 
     Attributes:
         step: number of updates so far, an int.
-        momentum: running sum of the gradients, cut like the weights; None without momentum.
+        momentum: running sum of the gradients, cut like the weights, in their dtypes, at least float32; None without
+            momentum.
     """
 
     step: int
@@ -68,7 +69,7 @@ def sgd(
         if momentum:
             sums = writable(_NAME, like(_NAME, "state.momentum", state.momentum, gradients), ops)
         for places in ops.groups(changes):
-            step = pick(changes, places)
+            step = ops.widened(pick(changes, places))
             if weight_decay:
                 step = ops.added(step, pick(weights, places), weight_decay)
             if momentum:

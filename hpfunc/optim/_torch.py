@@ -28,7 +28,15 @@ class TorchForeach:
         return [group for groups in found.values() for group in groups]
 
     def zeros(self, xs: Tensors) -> list[torch.Tensor]:
-        return [torch.zeros_like(x, requires_grad=False) for x in xs]
+        return [torch.zeros_like(x, dtype=_wide(x.dtype), requires_grad=False) for x in xs]
+
+    @torch.no_grad()
+    def widened(self, xs: Tensors) -> list[torch.Tensor]:
+        return [x.to(_wide(x.dtype)) for x in xs]
+
+    @torch.no_grad()
+    def cast(self, xs: Tensors, ys: Tensors) -> list[torch.Tensor]:
+        return [x.to(y.dtype) for x, y in zip(xs, ys, strict=True)]
 
     @torch.no_grad()
     def copy(self, xs: Tensors) -> list[torch.Tensor]:
@@ -75,9 +83,22 @@ class TorchForeach:
         torch._foreach_addcdiv_(xs, ys, zs, factor)
 
     @torch.no_grad()
+    def num_not_finite(self, xs: Tensors) -> torch.Tensor:
+        filled = [x for x in xs if x.numel()]
+        if not filled:
+            return torch.zeros((), device=xs[0].device)
+        # The largest element is NaN or infinite if any is. It is in the dtype of its tensor: no narrower one.
+        largest = torch._foreach_norm(filled, torch.inf)
+        return torch.stack([torch.isfinite(x) for x in largest]).logical_not().sum(dtype=torch.float32)
+
+    @torch.no_grad()
     def sum_of_squares(self, xs: Tensors) -> torch.Tensor:
         wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
         return torch.stack(torch._foreach_norm(xs, 2, dtype=wide)).square().sum()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 FOREACH = TorchForeach()

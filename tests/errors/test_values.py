@@ -207,6 +207,34 @@ def one_rank_has_another_axis(rank: int) -> Any:
     return lambda: hp.psum(torch.ones(4), "shrad" if rank else "shard", mesh=mesh()), None
 
 
+# --- partition --------------------------------------------------------------------------------------------------------
+def a_pattern_that_selects_nothing(rank: int) -> Any:
+    kept = params()
+    return lambda: hp.partition(kept, ["layers.*.w", "layer.*.b", "layers.0.lora_a"]), kept
+
+
+def a_partition_by_a_number(rank: int) -> Any:
+    return lambda: hp.partition(tree(), 3), None
+
+
+def a_leaf_in_two_parts(rank: int) -> Any:
+    kept = params()
+    return lambda: hp.combine(kept, hp.partition(kept, "*.b")[0]), kept
+
+
+def parts_of_two_trees(rank: int) -> Any:
+    kept = params()
+    return lambda: hp.combine(hp.partition(kept, "*.b")[0], {"layers": [{"w": 1, "c": 2}]}), kept
+
+
+def parts_of_two_kinds(rank: int) -> Any:
+    return lambda: hp.combine({"a": [1, None]}, {"a": (None, 2)}), None
+
+
+def a_combination_of_nothing(rank: int) -> Any:
+    return hp.combine, None
+
+
 CASES: dict[str, Any] = {
     name: value
     for name, value in list(globals().items())

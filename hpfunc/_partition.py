@@ -1,0 +1,149 @@
+"""`partition` and `combine`: one tree as two, and back, so that some weights train and others do not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import optree
+
+from ._array import describe, is_sharded
+from ._errors import SpecError, UsageError, message
+from ._tree import dotted, dotted_paths, flatten, unflatten
+
+Where = Callable[[str, Any], bool] | str | Sequence[str]
+_PARTITION, _COMBINE = "hpfunc.partition", "hpfunc.combine"
+
+
+def partition(tree: Any, where: Where) -> tuple[Any, Any]:
+    """Returns a tree as two: the leaves that `where` selects, and the rest. `combine` puts them together again.
+
+    Both have the structure of `tree`, with None in the place of each leaf that is in the other one. None is no leaf, so
+    `value_and_grad` and optimizers see the leaves of a part alone: what is not in their tree is frozen.
+
+    Args:
+        tree: any pytree; its leaves are `ShardedArray`, tensors or anything else.
+        where: glob patterns, one or several, or a function from the path of a leaf and the leaf to a bool (such as
+            `is_floating`). Paths are dotted, ``"layers.0.attn.w"``. A pattern stands for whole paths: ``*`` for any
+            characters, also dots, ``?`` for one, ``[ab]`` for one of these.
+
+    Returns:
+        ``(selected, rest)``.
+
+    Raises:
+        SpecError: a pattern selects nothing.
+        UsageError: `where` is neither patterns nor a function.
+
+    Communication: none.
+
+    Source: Kidger and Garcia, Equinox (2021).
+
+    >>> params = {"layers": [{"w": 1.0, "lora_a": 2.0}], "head": 3.0}
+    >>> adapters, base = hpfunc.partition(params, "layers.*.lora_*")
+    >>> adapters
+    {'layers': [{'w': None, 'lora_a': 2.0}], 'head': None}
+    >>> hpfunc.combine(adapters, base) == params
+    True
+    """
+    leaves, treedef = flatten(tree, is_sharded)
+    names = dotted_paths(tree, is_sharded)
+    selects = where if callable(where) else _by_patterns(where, names)
+    chosen = [bool(selects(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
+    selected = unflatten(treedef, [leaf if take else None for leaf, take in zip(leaves, chosen, strict=True)])
+    rest = unflatten(treedef, [None if take else leaf for leaf, take in zip(leaves, chosen, strict=True)])
+    return selected, rest
+
+
+def _by_patterns(where: Any, names: Sequence[str]) -> Callable[[str, Any], bool]:
+    patterns = [where] if isinstance(where, str) else where
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        rule = f"where must be a pattern, several of them, or a function of a path and a leaf, got {where!r}"
+        raise UsageError(message(_PARTITION, rule, hint='hpfunc.partition(params, "layers.*.w")'))
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        bad = [f"pattern {pattern!r}" for pattern in idle]
+        raise SpecError(message(_PARTITION, "a pattern selects no leaf", bad, hint=_nearest(idle, names)))
+    return lambda name, leaf: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _nearest(patterns: Sequence[str], names: Sequence[str]) -> str:
+    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)]
+    shown = list(dict.fromkeys(near or names))[:6]
+    if not shown:
+        return "the tree has no leaves"
+    more = ", ..." if not near and len(names) > len(shown) else ""
+    return f"{'the nearest paths are' if near else 'paths are'} {', '.join(map(repr, shown))}{more}"
+
+
+def combine(*trees: Any) -> Any:
+    """Returns the tree that has, at each place, the leaf of the one tree that is not None there.
+
+    Args:
+        trees: parts of one tree, as `partition` makes them, in any order and number.
+
+    Raises:
+        SpecError: two trees have a leaf at one place, or their structures differ.
+        UsageError: no tree is given.
+
+    Communication: none.
+
+    >>> hpfunc.combine({"w": 1, "b": None}, {"w": None, "b": 2})
+    {'w': 1, 'b': 2}
+    """
+    if not trees:
+        raise UsageError(message(_COMBINE, "no tree is given", hint="hpfunc.combine(selected, rest)"))
+    flat = [optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True) for tree in trees]
+    treedef = flat[0][1]
+    if any(other != treedef for _, other in flat):
+        _refuse_structures(trees)
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    found = [[leaf for leaf in column if leaf is not None] for column in columns]
+    if any(len(some) > 1 for some in found):
+        _refuse_twice(trees[0], columns)
+    return unflatten(treedef, [some[0] if some else None for some in found])
+
+
+def _places(tree: Any) -> list[str]:
+    accessors = optree.tree_accessors(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return [dotted(accessor) or "the tree itself" for accessor in accessors]
+
+
+def _refuse_structures(trees: Sequence[Any]) -> None:
+    first, *others = [_places(tree) for tree in trees]
+    bad = []
+    for i, other in enumerate(others, start=1):
+        bad += [f"{name}: in tree 0, not in tree {i}" for name in first if name not in other]
+        bad += [f"{name}: in tree {i}, not in tree 0" for name in other if name not in first]
+    bad = bad or [f"tree {i}: {optree.tree_structure(tree, is_leaf=is_sharded)}" for i, tree in enumerate(trees)]
+    hint = "combine what hpfunc.partition made of one tree; a leaf that is elsewhere leaves None in its place"
+    raise SpecError(message(_COMBINE, "the trees have different structures", bad, hint=hint))
+
+
+def _refuse_twice(tree: Any, columns: Sequence[Sequence[Any]]) -> None:
+    bad = []
+    for name, column in zip(_places(tree), columns, strict=True):
+        holders = [i for i, leaf in enumerate(column) if leaf is not None]
+        if len(holders) > 1:
+            which = " and ".join(f"tree {i}" for i in holders)
+            bad.append(f"{name}: in {which}; {describe(column[holders[0]])}")
+    hint = "give each leaf in one tree; set it to None in the others"
+    raise SpecError(message(_COMBINE, "two trees have a leaf at the same place", bad, hint=hint))
+
+
+def is_floating(path: str, leaf: Any) -> bool:
+    """Returns whether a leaf is an array of floating numbers: what `value_and_grad` can differentiate.
+
+    For `partition`, to split off integer and boolean arrays, which have no gradient.
+
+    Args:
+        path: is not looked at.
+        leaf: a `ShardedArray`, a tensor, or anything else.
+
+    >>> import torch
+    >>> hpfunc.partition({"w": torch.ones(2), "table": torch.arange(2)}, hpfunc.is_floating)[0]
+    {'w': tensor([1., 1.]), 'table': None}
+    """
+    name = str(getattr(leaf, "dtype", "")).rsplit(".", maxsplit=1)[-1].lower()
+    return name.startswith(("float", "bfloat"))
