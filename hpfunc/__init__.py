@@ -41,6 +41,7 @@ from ._numerics import Numerics as Numerics
 from ._partition import combine as combine
 from ._partition import is_floating as is_floating
 from ._partition import partition as partition
+from ._partition import unstack as unstack
 from ._plan import Traits as Traits
 from ._plan import plan as plan
 from ._policy import Policy as Policy

@@ -49,12 +49,13 @@ class ShardedArray:
         layout: how it is cut.
     """
 
-    __slots__ = ("_donated", "_origin", "_owner", "_tracker", "layout")
+    __slots__ = ("_donated", "_origin", "_owner", "_row", "_tracker", "layout")
     layout: Layout
     _owner: _Owner
     _tracker: Tracker | None
     _origin: int | None
     _donated: bool
+    _row: tuple[ShardedArray, int] | None
 
     def __init__(self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh) -> None:
         self._set(_Owner(local), layout_of(tuple(shape), spec, mesh))
@@ -67,6 +68,7 @@ class ShardedArray:
         tracker: Tracker | None = None,
         origin: int | None = None,
         donated: bool = False,
+        row: tuple[ShardedArray, int] | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "_owner", owner)
@@ -74,6 +76,7 @@ class ShardedArray:
         put(self, "_tracker", tracker)
         put(self, "_origin", origin)
         put(self, "_donated", donated)
+        put(self, "_row", row)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ShardedArray is immutable; cannot set {name!r}")
@@ -81,6 +84,8 @@ class ShardedArray:
     @property
     def local(self) -> Any:
         """This rank's part, a tensor of the framework. Inside `value_and_grad` its uses are differentiated."""
+        if self._row is not None:
+            return self._row[0].local[self._row[1]]
         if self._tracker is not None:
             return self._tracker.local(self)
         return self._value
@@ -88,6 +93,8 @@ class ShardedArray:
     @property
     def _value(self) -> Any:
         """The local tensor, never differentiated."""
+        if self._row is not None:
+            return self._row[0]._value[self._row[1]]
         owner = self._owner
         if owner.consumed_by is not None:
             rule = f"the array of shape {self.shape}, spec {self.spec} was donated to {owner.consumed_by}"
@@ -118,6 +125,8 @@ class ShardedArray:
     @property
     def _held_dtype(self) -> Any:
         """As `dtype`, but None for an array that was donated."""
+        if self._row is not None:
+            return self._row[0]._held_dtype
         return getattr(self._owner.local, "dtype", None)
 
     @property
@@ -131,10 +140,47 @@ class ShardedArray:
         array._set(_Owner(local), self.layout)
         return array
 
+    def __getitem__(self, index: int) -> ShardedArray:
+        """Returns a row: the array without its first dim, which no axis may cut. It shares the memory.
+
+        So weights of many layers may be kept in one array: each row that a unit uses is a weight of its own, and the
+        gradient of the array has those of its rows.
+
+        Raises:
+            IndexError: there is no such row.
+            SpecError: the first dim is cut, or there is none.
+            UsageError: the index is no integer.
+
+        Communication: none.
+        """
+        name = "hpfunc.ShardedArray"
+        if isinstance(index, bool) or not isinstance(index, int):
+            hint = "a[i] takes one integer; for other parts index what a unit sees, or `.local`"
+            raise UsageError(message(name, f"an array is indexed with {index!r}", [describe(self)], hint=hint))
+        if not self.shape or self.spec.dim_axes(0):
+            hint = "leave the first dim whole: hpfunc.P(None, 'shard')"
+            raise SpecError(message(name, "the rows of an array are cut, or it has none", [describe(self)], hint=hint))
+        if not -self.shape[0] <= index < self.shape[0]:
+            raise IndexError(f"row {index} of an array of {self.shape[0]} rows")
+        spec = PartitionSpec(*self.spec.entries[1:], unreduced=self.spec.unreduced)
+        row, index = object.__new__(ShardedArray), index % self.shape[0]
+        layout = layout_of(self.shape[1:], spec, self.mesh)
+        row._set(_Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index))
+        return row
+
+    def _root(self) -> tuple[ShardedArray, tuple[int, ...]]:
+        """Returns the array of which this is a row of a row ..., and which one."""
+        if self._row is None:
+            return self, ()
+        root, rows = self._row[0]._root()
+        return root, (*rows, self._row[1])
+
     def _handle(
         self, *, tracker: Tracker | None = None, origin: int | None = None, donated: bool = False
     ) -> ShardedArray:
-        """Returns another handle to the same memory."""
+        """Returns another handle to the same memory; that of a row is no row any more, and is never donated."""
+        if self._row is not None:
+            return self.with_local(self._value)._handle(tracker=tracker, origin=origin)
         handle = object.__new__(ShardedArray)
         handle._set(self._owner, self.layout, tracker=tracker, origin=origin, donated=donated)
         return handle

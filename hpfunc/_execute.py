@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,6 +97,7 @@ class Planned:
         self.streams = self.backend.streams(self.mesh.device)
         self.coordinate = self.mesh.coordinate
         self.groups: dict[Communicator, Any] = {}
+        self.rows: dict[int, Any] = {}
         self.buffers: list[Tensor | None] = [None] * len(schedule.buffers)
         self.pending: list[Any] = [None] * len(self.prepared.ops)
         self.issued = [False] * len(self.prepared.ops)
@@ -213,8 +215,14 @@ class Planned:
         return found
 
     def _array(self, weight: int) -> Any:
-        origin = self.schedule.program.weights[weight].origin
-        return self.session.arrays[weight] if origin is None else self.arrays[origin]
+        record = self.schedule.program.weights[weight]
+        if record.origin is None:
+            return self.session.arrays[weight]
+        if not record.rows:
+            return self.arrays[record.origin]
+        if weight not in self.rows:
+            self.rows[weight] = functools.reduce(lambda array, row: array[row], record.rows, self.arrays[record.origin])
+        return self.rows[weight]
 
     def _shard(self, region: Region) -> Tensor:
         weight = self.schedule.buffers[region.buffer].weight

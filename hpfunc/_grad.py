@@ -54,7 +54,7 @@ class Run:
         carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
         open_uses: by unit, the use whose backward has begun and not ended.
-        weights: the weight of each array that was used, by the id of its owner.
+        weights: the weights that an array became, by the id of its owner: itself (), or rows of it.
     """
 
     def __init__(self, session: Session, numerics: Numerics, backwards: Backwards) -> None:
@@ -67,7 +67,7 @@ class Run:
         self.state = "forward"
         self.uses_left: dict[int, int] = defaultdict(int)
         self.open_uses: dict[int, Use] = {}
-        self.weights: dict[int, int] = {}
+        self.weights: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
         self._places: dict[int, int] = {}
         self._aliases: dict[int, tuple[int, Tensor]] = {}
 
@@ -80,12 +80,12 @@ class Run:
         self._places[id(handle._owner)] = place
         return handle._handle(tracker=self, origin=leaf._origin)
 
-    def key(self, array: ShardedArray, source: object) -> object:
-        """Returns what makes an array another weight of the program than any other array."""
+    def key(self, array: ShardedArray, rows: tuple[int, ...], source: object) -> object:
+        """Returns what makes an array, or a row of it, another weight of the program than any other."""
         place = self._places.get(id(array._owner)) if array._tracker is self else None
         if place is not None and array._origin is None:
             source = ("made", self.backwards.first_run)
-        return source, place, self.numerics, self.backwards.count
+        return source, rows, place, self.numerics, self.backwards.count
 
     def local(self, array: ShardedArray) -> Tensor:
         """See `Tracker`."""
@@ -157,14 +157,24 @@ class Run:
             if self.numerics.reduce_op == "mean" and self.backwards.count > 1:
                 direct = direct / self.backwards.count
             return backend.cast(direct, self.accum_dtype(leaf))
-        weight = self.weights.get(id(leaf._owner))
-        total = self.session.gradients.pop(weight, None) if weight is not None else None
+        total = self._delivered(leaf)
         if direct is not None:
             direct = self._reduce_direct(leaf, direct)
             total = direct if total is None else backend.add(total, direct, self.accum_dtype(leaf))
         if total is None:
             total = zeros_like(self.session, leaf, self.accum_dtype(leaf))
         return leaf.with_local(total)
+
+    def _delivered(self, array: ShardedArray) -> Tensor | None:
+        """Returns what units delivered for an array and its rows."""
+        session, weights = self.session, self.weights.get(id(array._owner), {})
+        found = [(rows, session.gradients.pop(w)) for rows, w in weights.items() if w in session.gradients]
+        if not found or found[0][0] == () == found[-1][0]:
+            return found[0][1] if found else None
+        total = zeros_like(session, array, self.accum_dtype(array))
+        for rows, gradient in found:
+            session.backend.accumulate(total[rows], gradient)
+        return total
 
     def _reduce_direct(self, array: ShardedArray, total: Tensor) -> Tensor:
         mesh, axes = array.mesh, array.layout.reduce_axes

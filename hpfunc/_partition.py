@@ -1,4 +1,4 @@
-"""`partition` and `combine`: one tree as two, and back, so that some weights train and others do not."""
+"""Trees of weights taken apart: `partition` and `combine`, so that some train and others do not, and `unstack`."""
 
 from __future__ import annotations
 
@@ -147,3 +147,36 @@ def is_floating(path: str, leaf: Any) -> bool:
     """
     name = str(getattr(leaf, "dtype", "")).rsplit(".", maxsplit=1)[-1].lower()
     return name.startswith(("float", "bfloat"))
+
+
+def unstack(tree: Any) -> list[Any]:
+    """Returns the layers of a tree whose arrays are stacked over layers: one tree for each row of its arrays.
+
+    Rows share the memory of their array, and inside `value_and_grad` its gradient has those of its rows.
+
+    Args:
+        tree: pytree of `ShardedArray` (or tensors), all with the same number of rows; no axis cuts their first dim.
+
+    Raises:
+        SpecError: arrays have different numbers of rows, none, or rows that are cut.
+
+    Communication: none.
+
+    >>> import torch
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> stacked = hpfunc.shard({"w": torch.ones(3, 4, 2)}, mesh, hpfunc.P(None, "shard"))
+    >>> len(hpfunc.unstack(stacked)), hpfunc.unstack(stacked)[0]["w"].shape
+    (3, (4, 2))
+    """
+    leaves, treedef = flatten(tree, is_sharded)
+    bad = [(is_sharded(leaf) and bool(leaf.spec.dim_axes(0))) or not getattr(leaf, "shape", ()) for leaf in leaves]
+    if any(bad):
+        names = zip(dotted_paths(tree, is_sharded), leaves, bad, strict=True)
+        hint = "leave the first dim whole: hpfunc.P(None, 'shard')"
+        listed = [f"{name}: {describe(leaf)}" for name, leaf, is_bad in names if is_bad]
+        raise SpecError(message("hpfunc.unstack", "the rows of an array are cut, or it has none", listed, hint=hint))
+    counts = [leaf.shape[0] for leaf in leaves]
+    if len(set(counts)) > 1:
+        names = [f"{n}: {describe(leaf)}" for n, leaf in zip(dotted_paths(tree, is_sharded), leaves, strict=True)]
+        raise SpecError(message("hpfunc.unstack", "arrays have different numbers of rows", names))
+    return [unflatten(treedef, [leaf[row] for leaf in leaves]) for row in range(counts[0] if counts else 0)]

@@ -43,6 +43,7 @@ class Weight:
         trainable: a gradient is wanted.
         origin: index among the leaves of the step's arguments; None if the step made the array, so that it
             cannot be gathered before the unit is called.
+        rows: if it is a row of that array (of a row ...), which one.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Weight:
     direct: bool = True
     trainable: bool = True
     origin: int | None = 0
+    rows: tuple[int, ...] = ()
 
     @property
     def whole_numel(self) -> int:

@@ -89,6 +89,7 @@ def weight_record(
     num_backwards: int,
     trainable: bool,
     origin: int | None,
+    rows: tuple[int, ...],
     name: str,
 ) -> Weight:
     """Returns the planner's view of one array; equal arguments give the same object."""
@@ -111,6 +112,7 @@ def weight_record(
         direct=gather.is_direct,
         trainable=trainable,
         origin=origin,
+        rows=rows,
     )
 
 
@@ -226,26 +228,29 @@ class Session:
 
     def _weight(self, array: ShardedArray, run: Any) -> int:
         # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.
-        source = array._origin if array._origin is not None else id(array._owner)
-        key = (source, None) if run is None else run.key(array, source)
+        root, rows = array._root()
+        source = root._origin if root._origin is not None else id(root._owner)
+        key = (source, rows) if run is None else run.key(root, rows, source)
         index = self._weight_index.get(key)
         if index is None:
             index = self._weight_index[key] = len(self.weights)
             self.weights.append(self._record(array, run, index))
             self.arrays.append(array)
         if run is not None:
-            run.weights[id(array._owner)] = index
+            run.weights[id(root._owner)][rows] = index
         return index
 
     def _record(self, array: ShardedArray, run: Any, index: int) -> Weight:
-        name = self.paths.get(id(array._owner)) if array._origin is None else self.names.get(array._origin)
+        root, rows = array._root()
+        name = self.paths.get(id(root._owner)) if root._origin is None else self.names.get(root._origin)
+        name = name + "".join(f"[{row}]" for row in rows) if name else self.paths.get(id(array._owner))
         numerics, num_backwards = (Numerics(), 1) if run is None else (run.numerics, run.backwards.count)
         shard_dtype = self.backend.dtype_name(array._value)
         if not self.backend.is_floating(shard_dtype):
             numerics = Numerics(reduce_op=numerics.reduce_op)
         name = name or f"array {index} {describe(array)}"
         trainable = run is not None and array._tracker is run
-        return weight_record(array.layout, shard_dtype, numerics, num_backwards, trainable, array._origin, name)
+        return weight_record(array.layout, shard_dtype, numerics, num_backwards, trainable, root._origin, rows, name)
 
     def new_run(self) -> int:
         """Returns the number of the next differentiation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -164,8 +165,7 @@ class ShardedStep:
             return self._check(args, names, leaves)
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        code = getattr(self._fn, "__code__", None)
-        known = code.co_varnames[: code.co_argcount] if code is not None else ()
+        known = _positional_names(self._fn)
         labels = [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]
         named = [path for label, arg in zip(labels, args, strict=True) for path in paths(arg, label, is_sharded)]
         return named + [path for key in sorted(kwargs) for path in paths(kwargs[key], key, is_sharded)]
@@ -236,6 +236,14 @@ class _Known:
     specs: list[PartitionSpec | None]
     donated: set[int]
     prepared: Prepared | None = None
+
+
+def _positional_names(fn: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin may have none
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _signature(leaves: Sequence[Any], treedef: Any) -> object:

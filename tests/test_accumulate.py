@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
+from tests.models import Layout, Model, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
-from tests.test_execute import is_sharded, layers, local_leaves
 from tests.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
@@ -32,7 +29,7 @@ class Run:
     num_microbatches: int
     mode: Any
     policy: hp.Policy | None
-    numerics: hp.Numerics = hp.Numerics()
+    numerics: hp.Numerics = field(default_factory=hp.Numerics)
     dtype: torch.dtype = torch.float64
 
 
@@ -43,7 +40,7 @@ def train(rank: int, model: Model, layout: Layout, run: Run) -> tuple[list[torch
     params = hp.shard(weights, mesh, layout.specs(weights))
     loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
     grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
-    step = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
+    step: Any = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
     grads: Any = None
     for number in range(STEPS):
         batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
@@ -130,7 +127,7 @@ def train_loosely(rank: int, model: Model, layout: Layout, run: Run) -> Any:
     params = hp.shard(weights, mesh, layout.specs(weights))
     loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
     grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
-    step = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
+    step: Any = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
     grads: Any = None
     for number in range(STEPS):
         batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
