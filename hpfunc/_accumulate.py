@@ -79,12 +79,13 @@ def accumulate(
         chosen = [n for n in range(len(args)) if n not in grad_fn.argnums] if numbers is None else list(numbers)
         mesh = grad_fn.mesh_of(args)
         with _one_session(mesh):
-            batches = list(_cut({"args": {n: args[n] for n in chosen}, "kwargs": kwargs}, num_microbatches, dim, mesh))
+            batch = {n: args[n] for n in chosen} | kwargs
+            batches = list(_cut(batch, num_microbatches, dim, mesh))
             backwards = Backwards(num_microbatches, _CARRY[mode])
             losses, auxs, gradients = [], [], None
             for backwards.left, batch in zip(range(num_microbatches, 0, -1), batches, strict=True):
-                filled = [batch["args"].get(n, arg) for n, arg in enumerate(args)]
-                loss, aux, gradients = grad_fn.run(filled, batch["kwargs"], backwards)
+                filled = [batch.get(n, arg) for n, arg in enumerate(args)]
+                loss, aux, gradients = grad_fn.run(filled, {key: batch[key] for key in kwargs}, backwards)
                 losses.append(loss)
                 auxs.append(aux)
             loss = sum(losses[1:], start=losses[0])
@@ -110,14 +111,16 @@ def _one_session(mesh: Mesh) -> Iterator[None]:
         raise
 
 
-def _cut(batch: Any, count: int, dim: int, mesh: Mesh) -> Iterator[Any]:
-    """Yields the micro-batches."""
+def _cut(batch: dict[Any, Any], count: int, dim: int, mesh: Mesh) -> Iterator[dict[Any, Any]]:
+    """Yields the micro-batches of arguments, which are named by their number or keyword."""
     backend = backends.get(mesh.framework)
-    leaves, treedef = flatten(batch, is_sharded)
+    leaves, treedef = flatten(list(batch.values()), is_sharded)
+    labels = [f"args[{key}]" if isinstance(key, int) else key for key in batch]
+    names = [path for label, arg in zip(labels, batch.values(), strict=True) for path in paths(arg, label, is_sharded)]
     cuts = [backend.is_tensor(leaf) and len(leaf.shape) > 0 for leaf in leaves]
     bad = [
-        f"{path.removeprefix('batch')}: {describe(leaf)}"
-        for path, leaf, is_cut in zip(paths(batch, "batch", is_sharded), leaves, cuts, strict=True)
+        f"{name}: {describe(leaf)}"
+        for name, leaf, is_cut in zip(names, leaves, cuts, strict=True)
         if is_cut and (not -len(leaf.shape) <= dim < len(leaf.shape) or leaf.shape[dim] % count)
     ]
     if bad:
@@ -125,7 +128,7 @@ def _cut(batch: Any, count: int, dim: int, mesh: Mesh) -> Iterator[Any]:
         raise LeafError(message(_NAME, f"dim {dim} cannot be cut into {count} equal parts", bad, hint=hint))
     for k in range(count):
         parts = [_part(leaf, dim, k, count) if is_cut else leaf for leaf, is_cut in zip(leaves, cuts, strict=True)]
-        yield unflatten(treedef, parts)
+        yield dict(zip(batch, unflatten(treedef, parts), strict=True))
 
 
 def _part(tensor: Any, dim: int, k: int, count: int) -> Any:

@@ -75,6 +75,7 @@ class Eager:
         """See `Driver`. What the last of several backwards has not used is finished here."""
         session = self.session
         session.agree(index)
+        session.review(session.program)
         if session.events[index].carry:
             return
         for weight in sorted(session.accumulated):

@@ -58,17 +58,14 @@ class Gathers:
 
     def _ahead(self, event: int, unit: int) -> tuple[int, ...]:
         """Returns the units that are to be whole, or under way, while that of an event computes."""
-        near = self._windows.near(event, self._kept() - {unit})
+        near = self._windows.near(event)
         forward = self._program.events[event].kind == "forward"
         depth = self._policy.prefetch if forward else self._policy.backward_depth
         return near[: depth + (unit in near[:1])]
 
-    def _kept(self) -> frozenset[int]:
-        return frozenset(unit for unit in self._wholes if self._windows.releases[unit] != "forward")
-
     def _keeps(self, unit: int, event: int) -> bool:
         release = self._windows.releases[unit]
-        if release == "never" or unit in self._windows.near(event + 1, self._kept() - {unit}):
+        if release == "never" or unit in self._windows.near(event + 1):
             return True
         return release == "backward" and not self._windows.is_last_of_backward(unit, event)
 

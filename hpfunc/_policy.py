@@ -112,10 +112,10 @@ def _check_bytes(field: str, value: Any, hint: str) -> None:
 
 
 def _pairs(overrides: Any) -> tuple[tuple[str, Release], ...]:
-    pairs = tuple(overrides.items() if isinstance(overrides, Mapping) else map(tuple, overrides))
+    pairs = tuple(overrides.items() if isinstance(overrides, Mapping) else overrides)
     for pair in pairs:
-        if len(pair) != 2 or not isinstance(pair[0], str):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
             rule = f"release_overrides has pairs of a pattern and a release, got {pair!r}"
             raise PolicyError(message(_NAME, rule, hint="release_overrides={'head.*': 'never'}"))
         _check_release(f"release_overrides[{pair[0]!r}]", pair[1])
-    return pairs
+    return tuple((pattern, release) for pattern, release in pairs)

@@ -5,7 +5,7 @@ There are two drivers: `_eager.Eager`, the reference, and `_execute.Planned`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -182,6 +182,7 @@ class Session:
         plan: the program that the step is expected to run, for as long as it does.
         names: the path of each argument, by `Weight.origin`.
         paths: that of arrays which are no arguments of a step, by the id of their owner.
+        review: called with the program so far when a backward has ended that no plan led; may refuse it.
     """
 
     def __init__(self, mesh: Mesh, *, is_abstract: bool = False) -> None:
@@ -193,6 +194,7 @@ class Session:
         self.plan: Program | None = None
         self.names: dict[int, str] = {}
         self.paths: dict[int, str] = {}
+        self.review: Callable[[Program], None] = lambda program: None
         self.weights: list[Weight] = []
         self.arrays: list[ShardedArray] = []
         self.units: list[Unit] = []

@@ -14,15 +14,16 @@ from ._agree import agreeing
 from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._arrays import leaf_specs
 from ._check import Report, check
-from ._errors import DonatedError, HpfuncWarning, SpecError, message
+from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, message
 from ._execute import Planned, Prepared
 from ._mesh import Mesh, PartitionSpec
 from ._plan import Traits, plan
 from ._policy import Policy
-from ._program import Event, Program
+from ._program import Event, Program, Unit, dotted
 from ._run import Session, session_scope
 from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
+from ._windows import check_policy, unmatched
 from ._world import use_mesh
 from .backends import Counters
 
@@ -82,6 +83,7 @@ class ShardedStep:
 
         Raises:
             SpecError, LeafError, DonatedError: arguments do not fit; on all ranks, before anything is sent.
+            PolicyError: the policy does not fit what the step does; before anything is updated.
             AgreementError: ranks run different programs.
             PeerError: another rank failed or did not answer.
 
@@ -96,6 +98,7 @@ class ShardedStep:
             known = self._known[signature] = self._admit(session, args, kwargs, leaves)
         filled, arrays = self._fill(leaves, known)
         session.names = known.names
+        session.review = self._review
         if (prepared := known.prepared) is not None:
             session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
@@ -124,6 +127,7 @@ class ShardedStep:
         leaves, treedef = flatten((args, kwargs), is_sharded)
         with self._backend.abstract() as convert:
             session = Session(self.mesh, is_abstract=True)
+            session.review = self._review
             known = self._admit(session, args, kwargs, leaves)
             session.names = known.names
             filled, _ = self._fill([_abstract(leaf, convert) for leaf in leaves], known)
@@ -134,6 +138,17 @@ class ShardedStep:
         return Lowered(session.program, self._plan(session.program))
 
     # --- planning ---------------------------------------------------------------------------------------------------
+    def _review(self, program: Program) -> None:
+        """Refuses a policy that does not fit the program, before the step can update anything."""
+        check_policy(program, self.policy)
+        if self._plans:
+            return  # a later program may well lack a unit
+        if patterns := unmatched(program, self.policy):
+            names = [f"unit {unit.name!r} of {_weights_of(program, unit)}" for unit in program.units]
+            rule = f"no unit fits the pattern {patterns[0]!r} of Policy.release_overrides; there are"
+            hint = "a pattern is a glob for the name of a unit, or for the dotted path of one of its weights"
+            raise PolicyError(message(_NAME, rule, names, hint=hint))
+
     def _plan(self, program: Program) -> Schedule:
         traits = Traits(ordered_sums=self._backend.ordered_sums(self.mesh.device))
         schedule = plan(program, self.policy, traits)
@@ -236,6 +251,10 @@ class _Known:
     specs: list[PartitionSpec | None]
     donated: set[int]
     prepared: Prepared | None = None
+
+
+def _weights_of(program: Program, unit: Unit) -> str:
+    return ", ".join(dotted(program.weights[w].name) for w in unit.weights)
 
 
 def _positional_names(fn: Callable[..., Any]) -> list[str]:

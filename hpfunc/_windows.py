@@ -24,8 +24,8 @@ from ._schedule import itemsize
 # A bound in bytes ends the list of near units early, never before the first, and keeps that inclusion. Where the depth
 # gets smaller at the turn, units that were gathered by the larger one stay until they are used.
 #
-# Units that are kept (released after their backward, or never) do not count, once they are whole: they are reserved out
-# of the bound from the beginning.
+# Units that are kept (released after their backward, or never) count like others; they are reserved out of the bound in
+# bytes from the beginning.
 
 
 class Windows:
@@ -54,8 +54,8 @@ class Windows:
             if later.unit is not None:
                 yield later.unit
 
-    def _near(self, event: int, kept: frozenset[int]) -> tuple[int, ...]:
-        """Returns the units near an event, in the order of their use, without those that are kept."""
+    def _near(self, event: int) -> tuple[int, ...]:
+        """Returns the units near an event, in the order of their use."""
         units: list[int] = []
         left, depth = self._budget, None
         for later in self._program.events[event:]:
@@ -64,7 +64,7 @@ class Windows:
             if depth is None:
                 depth = self._policy.prefetch if later.kind == "forward" else self._policy.backward_depth
             unit = later.unit
-            if unit in units or unit in kept or self.is_in_place(unit):
+            if unit in units or self.is_in_place(unit):
                 continue
             left -= self._costs[unit] if self.releases[unit] == "forward" else 0
             if units and left < 0:

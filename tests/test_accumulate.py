@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.models import Layout, Model, layouts, models, policies, reference, sgd
+from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
+from tests.test_execute import layers
 from tests.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
@@ -135,3 +138,48 @@ def train_loosely(rank: int, model: Model, layout: Layout, run: Run) -> Any:
         params = sgd(params, optree.tree_map(lambda g: g.float(), grads))
     followed = run.policy is not None and step.followed_plan
     return optree.tree_leaves(grads), optree.tree_leaves(hp.unshard(params, mesh.axis_names)), followed
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+def counted(rank: int, mode: str, policy: hp.Policy, count: int) -> tuple[dict[str, int], int]:
+    """Returns the collectives of a planned step over four layers, and how many units it has."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard(layers(4), mesh, P("shard"))
+    unit = hp.unit(_layer)
+    step = hp.sharded(
+        hp.accumulate(hp.value_and_grad(lambda p, x: _chain(unit, p, x)), count, mode=mode), mesh, policy=policy
+    )
+    for _ in range(2):
+        step(params, torch.ones(count, 32))
+    assert step.followed_plan
+    return step.last_counters.collectives, 4
+
+
+def _layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(F.linear(x, p["w"], p["b"]))
+
+
+def _chain(unit: Callable[..., Any], params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params:
+        x = unit(p, x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "gathers", "scatters", "all_reduces"),
+    [
+        # ZeRO-3, everything packed, prefetch 1: four gathers forward; of the last two units none backward. The first
+        # two of a micro-batch are whole when the next one begins.
+        ("scatter", hp.Policy(pack_below_bytes=math.inf), 3 * (4 + 2) - 2 * 2, 12, 4),
+        ("local", hp.Policy(pack_below_bytes=math.inf), 3 * (4 + 2) - 2 * 2, 4, 4),
+        ("scatter", hp.Policy.zero1(pack_below_bytes=math.inf), 4, 12, 4),
+        ("local", hp.Policy.zero1(pack_below_bytes=math.inf, reduce_bucket_bytes=math.inf), 4, 4, 1),
+        ("scatter", hp.Policy.zero2(pack_below_bytes=math.inf, reduce_bucket_bytes=6000), 3 * 4 - 2 * 2, 12, 2),
+    ],
+)
+def test_collectives_of_three_micro_batches(
+    pool: Callable[[int], Pool], mode: str, policy: hp.Policy, gathers: int, scatters: int, all_reduces: int
+) -> None:
+    """One all-reduce for each reduce buffer, whatever the number of micro-batches."""
+    for counts, _ in pool(4).run(counted, mode, policy, 3):
+        assert counts == {"all_gather": gathers, "all_to_all": scatters, "all_reduce": all_reduces}
