@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ._leaving import to_finish, touched
 from ._meaning import scattered
 from ._move import local_view, pack_gradient, pack_shard, unpack_whole, whole_view
 from ._run import Session, Use
@@ -50,20 +51,12 @@ class Prepared:
         # touches, has to wait for it. On a device these waits cost nothing.
         launched: dict[int, list[tuple[Region, int]]] = {}
         for i, op in enumerate(self.ops):
-            for region in _regions(op):
+            for region in touched(op):
                 before = launched.get(region.buffer, ())
                 self.waits[i] += [j for other, j in before if other.overlaps(region) and j not in self.waits[i]]
             if isinstance(op, Launch):
                 for region in (*op.reads, *op.writes):
                     launched.setdefault(region.buffer, []).append((region, i))
-
-
-def _regions(op: Op) -> Sequence[Region]:
-    if isinstance(op, Free):
-        return (Region(op.buffer, 0, 1 << 62),)
-    if isinstance(op, Deliver):
-        return (op.region,)
-    return (*op.reads, *op.writes)
 
 
 def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
@@ -145,16 +138,9 @@ class Planned:
         self.buffers = []  # what was delivered is the caller's now
 
     def leave(self) -> None:
-        """Finishes reductions that have begun, drops all else, and hands unreduced gradients to the session."""
-        stuck: set[int] = set()  # buffers that an op would have to touch before, which is not to come any more
-        for i, op in enumerate(self.prepared.ops):
-            if self.issued[i]:
-                continue
-            touched = {region.buffer for region in _regions(op)}
-            if isinstance(op, Compute) or op.stream == "gather" or touched & stuck:
-                stuck |= touched
-            else:
-                self._issue(i)
+        """Finishes what has begun, drops all else, and hands gradients to the session. See Note [Leaving a plan]."""
+        for i in to_finish(self.schedule, self.issued):
+            self._issue(i)
         for i in range(len(self.pending)):
             self._wait(i)
         for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):

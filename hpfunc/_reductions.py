@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ._bundles import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
@@ -36,17 +36,31 @@ def prescaled(weight: Weight) -> bool:
 
 
 def finals(program: Program) -> list[tuple[int, ...]]:
-    """Returns for each event the weights whose whole gradient is complete after it: their last use until a scatter."""
-    seen: set[int] = set()
-    result: list[tuple[int, ...]] = []
-    for event in reversed(program.events):
-        if event.kind == "end_backward" and event.carry != "wholes":
-            seen = set()
-        weights = dict.fromkeys(program.unit_of(event).weights) if event.kind == "backward" else ()
-        fresh = tuple(w for w in weights if program.weights[w].trainable and w not in seen)
-        seen |= set(fresh)
-        result.append(fresh)
-    return result[::-1]
+    """Returns for each event the weights whose whole gradient is complete after it, and is to be scattered.
+
+    That is after their last use. But what earlier backwards have carried as wholes, and the last one has not used, is
+    only known to be complete at its end.
+    """
+    result: list[dict[int, None]] = [{} for _ in program.events]
+    last: dict[int, int] = {}
+    begin = 0  # of the present backward
+    for index, event in enumerate(program.events):
+        weights = program.unit_of(event).weights if event.kind == "backward" else ()
+        last |= {w: index for w in weights if program.weights[w].trainable}
+        if event.kind != "end_backward":
+            continue
+        if event.carry != "wholes":
+            for weight, use in last.items():
+                result[use if use >= begin else index][weight] = None
+            last = {}
+        begin = index
+    return [_in_order(program, index, weights) for index, weights in enumerate(result)]
+
+
+def _in_order(program: Program, event: int, weights: Collection[int]) -> tuple[int, ...]:
+    unit = program.events[event].unit
+    order = sorted(weights) if unit is None else dict.fromkeys(program.units[unit].weights)
+    return tuple(w for w in order if w in weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +132,12 @@ class Reductions:
         weights = [w for w in self._program.units[unit].weights if self._program.weights[w].trainable]
         for weight, gradient in zip(weights, gradients, strict=True):
             self._accumulate(weight, gradient)
-        if not self._finals[event]:
-            return
-        previous, self._pending = self._pending, _Group(self._draft.unit(unit), self._carries[event])
+        if self._finals[event]:
+            self._advance(event, self._draft.unit(unit))
+
+    def _advance(self, event: int, label: str) -> None:
+        """Takes the four steps."""
+        previous, self._pending = self._pending, _Group(label, self._carries[event])
         if previous:
             self._await(previous)
             self._deliver([bundle for bundle in previous.complete if bundle.first.num_replicas == 1])
@@ -130,6 +147,8 @@ class Reductions:
 
     def end(self, event: int) -> None:
         """Finishes and delivers everything at the end of a backward, unless it carries its gradients."""
+        if self._finals[event]:
+            self._advance(event, "the rest")
         if self._program.events[event].carry:
             return
         complete: list[Bundle] = []
@@ -196,8 +215,9 @@ class Reductions:
         alone = Share((event,), (buckets_of(self._program, weights, self._draft.policy),))
         share = self._shares.get((event, key), alone)
         if share.events[0] == event:
-            units = [self._program.events[part].unit or 0 for part in share.events]
-            self._open[share] = lay_out(self._draft, [self._draft.unit(unit) for unit in units], share)
+            units = [self._program.events[part].unit for part in share.events]
+            labels = [group.label if unit is None else self._draft.unit(unit) for unit in units]
+            self._open[share] = lay_out(self._draft, labels, share)
         bundle, part = self._open[share], share.events.index(event)
         if share.events[-1] == event:
             group.complete.append(self._open.pop(share))

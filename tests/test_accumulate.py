@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import hpfunc as hp
 from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
-from tests.test_execute import layers
+from tests.test_execute import layers, local_leaves
 from tests.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
@@ -183,3 +183,82 @@ def test_collectives_of_three_micro_batches(
     """One all-reduce for each reduce buffer, whatever the number of micro-batches."""
     for counts, _ in pool(4).run(counted, mode, policy, 3):
         assert counts == {"all_gather": gathers, "all_to_all": scatters, "all_reduce": all_reduces}
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+def gradient_error(rank: int, count: int, mode: str, accum_dtype: str | None) -> float:
+    """Returns the relative error of a gradient of bfloat16 weights over `count` micro-batches of the same examples.
+
+    Every micro-batch has its own data; one of float64 judges.
+    """
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(16, 16, generator=generator) / 4).bfloat16()
+    data = torch.randn(4, 64, 8, 16, generator=generator)[:, :count].bfloat16()
+    numerics = hp.Numerics(reduce_dtype="float32" if accum_dtype else None, accum_dtype=accum_dtype)
+    unit = hp.unit(lambda w, x: (x @ w).float().square().mean(), name="square")
+    grad_fn = hp.accumulate(hp.value_and_grad(unit, numerics=numerics), count, mode=mode)
+    w = hp.shard(weight, mesh, P("shard"))
+    _, grad = grad_fn(w, data[rank].reshape(-1, 16))
+    exact = weight.double().requires_grad_()
+    (data.reshape(-1, 16).double() @ exact).square().mean().backward()
+    assert exact.grad is not None
+    return float((hp.unshard(grad).double() - exact.grad).norm() / exact.grad.norm())
+
+
+@pytest.mark.parametrize("mode", ["scatter", "local"])
+def test_the_error_of_float32_sums_does_not_grow_with_their_number(pool: Callable[[int], Pool], mode: str) -> None:
+    few, many = (max(pool(4).run(gradient_error, count, mode, "float32")) for count in (4, 64))
+    assert many <= 1.5 * few
+
+
+def test_the_error_of_bfloat16_sums_does(pool: Callable[[int], Pool]) -> None:
+    """So the test above can fail."""
+    few, many = (max(pool(4).run(gradient_error, count, "scatter", None)) for count in (4, 64))
+    assert many > 1.5 * few
+
+
+# --- leaving a plan -------------------------------------------------------------------------------------------------
+def leaving(rank: int, mode: str, policy: hp.Policy, numerics: hp.Numerics) -> list[tuple[bool, Any, Any]]:
+    """In each step another micro-batch calls the layers in another order; returns (planned, gradients, eager ones)."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard(layers(4), mesh, P("shard"))
+    unit, order = hp.unit(_layer), [0, 1, 2, 3]
+    place = [0]
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        place[0] += 1
+        chosen = order[::-1] if place[0] % 3 == turn[0] else order[: 2 + place[0] % 3]
+        return _chain(unit, [p[i] for i in chosen], x)
+
+    turn = [0]
+    grad_fn = hp.accumulate(hp.value_and_grad(loss, numerics=numerics), 3, mode=mode)
+    step = hp.sharded(grad_fn, mesh, policy=policy, debug=True)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for turn[0] in (5, 5, 0, 5, 1, 1, 2):
+        _, want = grad_fn(params, x)
+        _, got = step(params, x)
+        found.append((step.followed_plan, local_leaves(got), local_leaves(want)))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["scatter", "local"])
+@pytest.mark.parametrize(
+    ("policy", "numerics"),
+    [
+        (hp.Policy(), hp.Numerics()),
+        (
+            hp.Policy(prefetch=2, pack_below_bytes=math.inf, reduce_bucket_bytes=math.inf),
+            hp.Numerics(reduce_dtype="bfloat16", accum_dtype="float32"),
+        ),
+    ],
+)
+def test_a_plan_may_be_left_in_any_micro_batch(
+    pool: Callable[[int], Pool], mode: str, policy: hp.Policy, numerics: hp.Numerics
+) -> None:
+    for results in pool(4).run(leaving, mode, policy, numerics):
+        assert not results[2][0]
+        assert results[1][0]
+        for _, got, want in results:
+            assert_same_bits(got, want)

@@ -1,0 +1,50 @@
+"""What to do with a schedule whose program is not run to its end: which ops still make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+
+# Note [Leaving a plan]
+# Nothing may be lost, and nothing be finished that is not complete. What was gathered is dropped. A reduce-scatter or
+# all-reduce that has begun is awaited, with all that belongs to it. Whether a whole or a scattered gradient is complete
+# depends on where the plan is left: in a backward it is, if the plan says so, as each use had its forward by the plan;
+# before a forward that the plan still expects, that may become another one, which adds to any gradient. So there
+# nothing more is launched, scaled or delivered. What remains is handed to the session: whole gradients, and scattered
+# ones (`_meaning.scattered`).
+
+
+def touched(op: Op) -> tuple[Region, ...]:
+    """Returns all that an op reads, writes or gives away."""
+    if isinstance(op, Free):
+        return (Region(op.buffer, 0, 1 << 62),)
+    if isinstance(op, Deliver):
+        return (op.region,)
+    return (*op.reads, *op.writes)
+
+
+def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
+    """Returns the ops that are to be issued when a plan is left, in order. See Note [Leaving a plan].
+
+    Args:
+        schedule: the plan.
+        issued: for each op, whether it was issued.
+    """
+    found: list[int] = []
+    stuck: set[int] = set()  # buffers that an op would have to touch before, which is not to come any more
+    arrived: set[int] = set()  # buffers that hold what a reduce-scatter has brought
+    is_ahead = False  # of a forward that the plan expects
+    for index, (op, done) in enumerate(zip(schedule.ops, issued, strict=True)):
+        buffers = {region.buffer for region in touched(op)}
+        awaits = op.stream == "reduce_scatter" and bool(buffers & arrived)
+        if not done:
+            is_ahead |= isinstance(op, Compute) and schedule.program.events[op.event].kind == "forward"
+            is_late = is_ahead and not awaits and not isinstance(op, Free)
+            if isinstance(op, Compute) or op.stream == "gather" or buffers & stuck or is_late:
+                stuck |= buffers
+                continue
+            found.append(index)
+        if (isinstance(op, Launch) and op.stream == "reduce_scatter") or (isinstance(op, Local) and awaits):
+            arrived |= {region.buffer for region in op.writes}
+    return found
