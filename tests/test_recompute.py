@@ -165,12 +165,20 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def model_gradients(
-    rank: int, model: Model, layout: Layout, policy: hp.Policy | None, way: str
+    rank: int,
+    model: Model,
+    layout: Layout,
+    policy: hp.Policy | None,
+    way: str,
+    num_microbatches: int,
+    dtype: str | None,
 ) -> tuple[list[torch.Tensor], bool]:
     mesh = mesh_of(layout.shape, layout.names)
     weights = model.weights()
     params = hp.shard(weights, mesh, layout.specs(weights))
-    step: Any = hp.value_and_grad(lambda p, b: model.loss(p, b, WAYS[way]))
+    numerics = hp.Numerics(param_dtype=dtype, cast_inputs=dtype is not None)
+    step: Any = hp.value_and_grad(lambda p, b: model.loss(p, b, WAYS[way]), numerics=numerics)
+    step = hp.accumulate(step, num_microbatches)
     run = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*nothing can be hidden", hp.HpfuncWarning)  # some models are that small
@@ -179,19 +187,28 @@ def model_gradients(
     return [loss, *local_leaves(grads)], policy is None or run.followed_plan
 
 
-@settings(EXAMPLES, max_examples=15)
+@settings(EXAMPLES, max_examples=20)
 @given(
     model=models(),
     layout=layouts([(2,), (3,), (2, 2)]),
     policy=st.none() | policies,
     way=st.sampled_from([way for way in WAYS if way != "plain"]),
+    num_microbatches=st.sampled_from([1, 1, 3]),
+    dtype=st.sampled_from([None, None, "bfloat16"]),
 )
 def test_recomputed_models_have_the_bits_of_the_eager_reference(
-    pool: Callable[[int], Pool], model: Model, layout: Layout, policy: hp.Policy | None, way: str
+    pool: Callable[[int], Pool],
+    model: Model,
+    layout: Layout,
+    policy: hp.Policy | None,
+    way: str,
+    num_microbatches: int,
+    dtype: str | None,
 ) -> None:
     ranks = pool(layout.num_ranks)
-    eager = ranks.run(model_gradients, model, layout, None, "plain")
-    for (got, followed), (want, _) in zip(ranks.run(model_gradients, model, layout, policy, way), eager, strict=True):
+    eager = ranks.run(model_gradients, model, layout, None, "plain", num_microbatches, dtype)
+    found = ranks.run(model_gradients, model, layout, policy, way, num_microbatches, dtype)
+    for (got, followed), (want, _) in zip(found, eager, strict=True):
         assert followed
         assert_same_bits(got, want)
 
