@@ -17,10 +17,15 @@ class Eager:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._wholes: dict[int, list[Tensor]] = {}
+        self._recomputed: dict[int, list[Tensor]] = {}  # of the unit that was recomputed last, for its backward
 
     def _gather(self, use: Use, index: int) -> list[Tensor]:
         self.session.agree(index)
-        wholes = self._wholes[id(use)] = [self.session.gather(w) for w in use.weights]
+        wholes = self._recomputed.pop(use.unit, None)
+        self._recomputed.clear()
+        if wholes is None:
+            wholes = [self.session.gather(w) for w in use.weights]
+        self._wholes[id(use)] = wholes
         return wholes
 
     def before_forward(self, use: Use) -> list[Tensor]:
@@ -29,7 +34,9 @@ class Eager:
 
     def after_forward(self, use: Use) -> None:
         """See `Driver`."""
-        self._wholes.pop(id(use), None)
+        wholes = self._wholes.pop(id(use), None)
+        if wholes is not None and self.session.events[use.index].kind == "recompute":
+            self._recomputed[use.unit] = wholes
 
     def before_backward(self, use: Use) -> None:
         """See `Driver`."""
@@ -76,6 +83,7 @@ class Eager:
         session = self.session
         session.agree(index)
         session.review(session.program)
+        self._recomputed.clear()
         if session.events[index].carry:
             return
         for weight in sorted(session.accumulated):

@@ -53,7 +53,6 @@ class Run:
         state: ``"forward"``, ``"backward"`` or ``"done"``.
         carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
-        open_uses: by unit, the use whose backward has begun and not ended.
         weights: the weights that an array became, by the id of its owner: itself (), or rows of it.
     """
 
@@ -66,9 +65,9 @@ class Run:
         self.tape = session.backend.tape(session.mesh.device)
         self.state = "forward"
         self.uses_left: dict[int, int] = defaultdict(int)
-        self.open_uses: dict[int, Use] = {}
         self.weights: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
         self._places: dict[int, int] = {}
+        self._repeatable: dict[int, list[Use]] = defaultdict(list)
         self._aliases: dict[int, tuple[int, Tensor]] = {}
 
     def track(self, leaf: Any, place: int) -> Any:
@@ -110,16 +109,33 @@ class Run:
 
     def expect(self, use: Use) -> None:
         """A use will have a backward."""
+        if use.scope is not None:
+            self._repeatable[use.unit].append(use)
         for weight, trainable in zip(use.weights, use.trainable, strict=True):
             if trainable:
                 self.uses_left[weight] += 1
 
     def settle(self, use: Use) -> None:
         """A use has had its backward."""
-        self.open_uses.pop(use.unit, None)
+        if use.scope is not None:
+            self._repeatable[use.unit].remove(use)
         for weight, trainable in zip(use.weights, use.trainable, strict=True):
             if trainable:
                 self.uses_left[weight] -= 1
+
+    def repeated(self, unit: int) -> int:
+        """Returns the number of the use that a call of its unit in backward repeats.
+
+        Backward goes from the last use to the first, so it is one of those that are called again together with the last
+        use that still has its backward before it: the next one of them in order.
+        """
+        waiting = self._repeatable[unit]
+        if not waiting:
+            return self.session.last_use(unit)
+        together = [use for use in waiting if use.scope == waiting[-1].scope]
+        use = min(together, key=lambda use: use.num_recomputes)
+        use.num_recomputes += 1
+        return use.number
 
     def backward(self, loss: Tensor, tracked: Sequence[Any], num_plain: int) -> None:
         """Runs the backward, and adds up the gradients that are none of a unit's."""

@@ -45,11 +45,11 @@ class Driver(Protocol):
     """Moves the data of a session."""
 
     def before_forward(self, use: Use) -> list[Tensor]:
-        """Returns the whole weights of a use."""
+        """Returns the whole weights of a use, or of a call that repeats one: ``use.index`` is its event."""
         ...
 
     def after_forward(self, use: Use) -> None:
-        """The use has computed its forward."""
+        """The use, or the call that repeats it, has computed its forward."""
         ...
 
     def before_backward(self, use: Use) -> None:
@@ -120,8 +120,8 @@ class Use:
     """One call of a unit: what the backend's VJP nodes and the driver know of it."""
 
     __slots__ = (
-        "arrays", "backward_index", "held", "index", "names", "needs_backward", "number", "released", "run", "session",
-        "trainable", "unit", "weights",
+        "arrays", "backward_index", "index", "names", "needs_backward", "num_recomputes", "number", "released", "remat",
+        "run", "scope", "session", "trainable", "unit", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -133,8 +133,9 @@ class Use:
         self.trainable = tuple(record.trainable for record in records)
         self.released = tuple(record.num_shards > 1 or record.dtype != record.shard_dtype for record in records)
         self.names = [record.name for record in records]
-        self.needs_backward = False
-        self.held: list[Tensor] | None = None
+        self.needs_backward = self.remat = False
+        self.scope: int | None = None
+        self.num_recomputes = 0
         self.number = self.index = self.backward_index = -1
 
     def before_forward(self) -> list[Tensor]:
@@ -151,16 +152,20 @@ class Use:
 
     def wholes(self) -> list[Tensor]:
         """Returns the whole weights again."""
-        return self.session.driver.wholes(self) if self.held is None else self.held
+        return self.session.driver.wholes(self)
 
-    def hold(self) -> None:
-        """Gathers the weights for this use alone, at this place on every rank, whatever the plan."""
-        self.held = [self.session.gather(w) for w in self.weights]
+    def before_recompute(self) -> list[Tensor]:
+        """See `UnitUse`."""
+        self.index = self.session.emit(Event("recompute", self.unit, self.number), self)
+        return self.session.driver.before_forward(self)
+
+    def after_recompute(self) -> None:
+        """See `UnitUse`."""
+        self.session.driver.after_forward(self)
 
     def before_backward(self) -> None:
         """See `UnitUse`."""
         self.run.check_alive()
-        self.run.open_uses[self.unit] = self
         self.backward_index = self.session.emit(Event("backward", self.unit, self.number), self)
         self.session.driver.before_backward(self)
 
@@ -262,6 +267,10 @@ class Session:
     def count_use(self, unit: int) -> int:
         """Returns the number of the next use of a unit."""
         self._unit_uses[unit] += 1
+        return self._unit_uses[unit] - 1
+
+    def last_use(self, unit: int) -> int:
+        """Returns the number of the last use of a unit."""
         return self._unit_uses[unit] - 1
 
     # --- events -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 import optree
@@ -21,9 +22,10 @@ from .backends import Backend
 Tensor = Any
 Names = Callable[[], list[str]]
 _NAME = "hpfunc.unit"
+_computing: ContextVar[str | None] = ContextVar("hpfunc_unit", default=None)
 
 
-def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., Any]:
+def unit(fn: Callable[..., Any], *, name: str | None = None, remat: bool = False) -> Callable[..., Any]:
     """Returns `fn` as a unit of sharding: its weights are gathered together, used, and dropped.
 
     ``fn(weights, *args, **kwargs)`` sees whole tensors in the place of the `ShardedArray` leaves of its first argument.
@@ -33,13 +35,18 @@ def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., An
     Args:
         fn: its weights must not leave it: not as an output, not by writing into them.
         name: for schedules and messages; default: the function's own.
+        remat: keep only the tensors among ``args`` from forward to backward, and run `fn` again in backward. It sees
+            the same random numbers. The weights that are gathered for backward anyway serve that run too, and no bit
+            of the result changes.
 
     Raises:
         LeafError: the first argument has plain tensors, or another one has sharded arrays.
-        UsageError: a weight escapes or is written to, or the unit runs under reentrant checkpointing.
+        UsageError: a weight escapes or is written to, or the unit runs inside of another one or under reentrant
+            checkpointing, or, with `remat`, something else than `value_and_grad` differentiates it.
         SpecError: an array cannot be gathered over the data axes alone.
 
     Communication: an all-gather over the data axes that cut the weights, again in backward; there also their reduction.
+        With `remat` also the collectives that `fn` calls, again in backward.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -62,9 +69,13 @@ def unit(fn: Callable[..., Any], *, name: str | None = None) -> Callable[..., An
             filled = list(leaves)
             for i, whole in zip(places, wholes, strict=True):
                 filled[i] = whole
-            return fn(unflatten(treedef, filled), *args, **kwargs)
+            token = _computing.set(label)
+            try:
+                return fn(unflatten(treedef, filled), *args, **kwargs)
+            finally:
+                _computing.reset(token)
 
-        return _call(label, body, arrays, lambda: _names_of(params, places), args, kwargs)
+        return _call(label, body, arrays, lambda: _names_of(params, places), remat, args, kwargs)
 
     return call
 
@@ -89,7 +100,13 @@ def _names_of(params: Any, places: Sequence[int]) -> list[str]:
 
 
 def _call(
-    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], names: Names, args: Any, kwargs: Any
+    label: str,
+    body: Callable[..., Any],
+    arrays: Sequence[ShardedArray],
+    names: Names,
+    remat: bool,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     tracker = next((a._tracker for a in arrays if a._tracker is not None), None)
     run = current_run.get() if tracker is None else cast(Run, tracker)  # only a run tracks arrays
@@ -98,17 +115,25 @@ def _call(
         if run is not None:
             hint = "let torch.func differentiate the function itself, without value_and_grad"
             raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
+        if remat:
+            hint = "make the unit without remat for it; there its weights are kept from forward to backward"
+            rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
+            raise UsageError(message(_NAME, rule, hint=hint))
         return body([unshard_array(_NAME, a) for a in arrays], *args, **kwargs)  # the leaf form
+    if (outer := _computing.get()) is not None:  # its events would lie inside of the other's, which no plan can follow
+        hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
+        raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
     if run is not None:
         body = _casting(body, run.numerics, backend)
     if run is None or run.state == "done":
         return _forward_only(label, body, arrays, names, args, kwargs)
     if run.state == "backward":
-        return _recompute(label, body, arrays, run, args, kwargs)
+        return _recompute(label, body, arrays, run, remat, args, kwargs)
     if not run.tape.is_grad_enabled():
         run.tape.refuse_reentrant()
         return _forward_only(label, body, arrays, names, args, kwargs)
     use = run.session.use(label, arrays, run)
+    use.remat = remat
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
     return outputs
@@ -153,14 +178,10 @@ def _forward_only(
 
 
 def _recompute(
-    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], run: Run, args: Any, kwargs: Any
+    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], run: Run, remat: bool, args: Any, kwargs: Any
 ) -> Any:
-    # Activation checkpointing calls the unit again. If its own backward has begun its weights are there, else they are
-    # gathered for this call alone, at this place on every rank.
+    # Activation checkpointing calls the unit again, before its backward begins.
     run.tape.refuse_reentrant()
-    use = run.session.use(label, arrays, run)
-    if use.unit in run.open_uses:
-        use = run.open_uses[use.unit]
-    else:
-        use.hold()
+    use = run.session.use(label, arrays, run if run.tape.is_grad_enabled() else None)
+    use.number, use.remat = run.repeated(use.unit), remat
     return run.tape.recompute_unit(body, use, *args, **kwargs)

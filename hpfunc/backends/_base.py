@@ -92,13 +92,18 @@ class UnitUse(Protocol):
         names: of its weights, for messages.
         trainable: which weights want a gradient.
         released: which weights are dropped after forward, so that autograd must not keep them.
+        remat: keep nothing of what the unit computes, and compute it again in backward.
         needs_backward: set by the tape: the use will have a backward.
+        scope: set by the tape: what will call the unit again before its backward (activation checkpointing); equal for
+            the uses that it calls together, None if nothing does.
     """
 
     names: list[str]
     trainable: tuple[bool, ...]
     released: tuple[bool, ...]
+    remat: bool
     needs_backward: bool
+    scope: int | None
 
     def before_forward(self) -> list[Tensor]:
         """Returns the whole weights."""
@@ -106,6 +111,14 @@ class UnitUse(Protocol):
 
     def wholes(self) -> list[Tensor]:
         """Returns the whole weights again, in backward."""
+        ...
+
+    def before_recompute(self) -> list[Tensor]:
+        """Returns the whole weights for another call, before the backward of the use that it repeats."""
+        ...
+
+    def after_recompute(self) -> None:
+        """Called after it, also if it was left half way."""
         ...
 
     def before_backward(self) -> None:
@@ -135,7 +148,7 @@ class Tape(Protocol):
         ...
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``fn(whole weights, ...)`` again, inside backward, for activation checkpointing."""
+        """Calls ``fn(whole weights, ...)`` again, between two backwards of units, for activation checkpointing."""
         ...
 
     def refuse_reentrant(self) -> None:

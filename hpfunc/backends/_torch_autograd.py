@@ -14,12 +14,25 @@ it runs just between them, also where a unit has no trainable weight.
 What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by
 its place in the unit; the unpack hook asks the run for the whole weights of the moment. Hooks do not nest in torch, so
 whatever is not a weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
+
+# Note [Recomputation comes first]
+Activation checkpointing recomputes everything inside it when the first tensor that it did not save is asked for. Left
+alone that is in the middle of a unit's backward, and other units would be called within it. So the weights' node saves
+its anchor, first of all in the unit, and the gate asks for it before the unit's backward begins: whatever recomputes
+the unit does so there. Calls and backwards of units then follow one another, and can be planned.
+
+# Note [Weights that outlive their unit]
+A checkpoint inside of a unit keeps what its function closes over, and what is no tensor among its arguments, say a dict
+of weights: no hook sees that. These very tensors are what it will compute with again. So a tensor that somebody still
+holds when the unit has returned is emptied, and gets the whole weight of the moment while the unit's backward is open.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import optree
@@ -28,6 +41,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as enclosing_hoo
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from .._errors import LeafError, UsageError, message
 from ._base import UnitUse
@@ -41,7 +55,9 @@ class _Wholes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, use: UnitUse, wholes: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.use = use
+        ctx.use, ctx.outliving = use, _Outliving()
+        if use.scope is not None:  # see Note [Recomputation comes first]
+            ctx.save_for_backward(anchor)
         outputs = tuple(whole.detach() for whole in wholes)
         frozen = [out for out, trainable in zip(outputs, use.trainable, strict=True) if not trainable]
         ctx.mark_non_differentiable(*frozen)
@@ -49,6 +65,7 @@ class _Wholes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.outliving.empty()
         ctx.use.after_backward(gradients[:-1])
         return None, None, None
 
@@ -57,15 +74,44 @@ class _Gate(torch.autograd.Function):
     """The outputs of one use, and a token. See Note [Anchor and tokens]."""
 
     @staticmethod
-    def forward(ctx: Any, use: UnitUse, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, use: UnitUse, node: Any, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.use = use
+        ctx.use, ctx.node = use, node
         return (*(out.detach() for out in outputs), token.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        node, ctx.node = ctx.node, None
+        if ctx.use.scope is not None:
+            _ = node.saved_tensors  # see Note [Recomputation comes first]
         ctx.use.before_backward()
-        return None, None, *gradients[:-1]
+        node.outliving.fill(ctx.use)
+        return None, None, None, *gradients[:-1]
+
+
+class _Outliving:
+    """See Note [Weights that outlive their unit]."""
+
+    def __init__(self) -> None:
+        self.refs: list[tuple[int, weakref.ref[Tensor]]] = []
+
+    def give(self, use: UnitUse, weights: Sequence[Tensor]) -> None:
+        """Notes the released weights, which are about to be given to the unit."""
+        self.refs = [(i, weakref.ref(w)) for i, w in enumerate(weights) if use.released[i]]
+
+    def empty(self) -> None:
+        """Takes the memory away from those that are still held."""
+        self.refs = [(i, ref) for i, ref in self.refs if ref() is not None]
+        for _, ref in self.refs:
+            if (weight := ref()) is not None:
+                weight.data = weight.data.new_empty(0)
+
+    def fill(self, use: UnitUse) -> None:
+        """Gives them the whole weights of the moment."""
+        wholes = use.wholes() if self.refs else []
+        for i, ref in self.refs:
+            if (weight := ref()) is not None:
+                weight.data = wholes[i]
 
 
 class _Linear(torch.autograd.Function):
@@ -125,11 +171,20 @@ def _is_under_reentrant_checkpoint() -> bool:
     return False
 
 
-def _check_contract(wholes: Sequence[Tensor], versions: list[int], outputs: Any, names: Sequence[str]) -> None:
-    written = [name for name, whole, v in zip(names, wholes, versions, strict=True) if whole._version != v]
-    if written:
-        hint = "whole weights are read-only; write `w = w + ...`, or keep state out of the weights"
-        raise UsageError(message("hpfunc.unit", "the unit writes in place into gathered weights", written, hint=hint))
+@contextmanager
+def _refusing_writes(wholes: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
+    versions = [whole._version for whole in wholes]
+    try:
+        yield
+    finally:
+        written = [name for name, whole, v in zip(names, wholes, versions, strict=True) if whole._version != v]
+        if written:
+            rule = "the unit writes in place into gathered weights"
+            hint = "whole weights are read-only; write `w = w + ...`, or keep state out of the weights"
+            raise UsageError(message("hpfunc.unit", rule, written, hint=hint))
+
+
+def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
     owners = {_storage(whole): name for name, whole in zip(names, wholes, strict=True)}
     tensors = [leaf for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     escaped = [owners[_storage(t)] for t in tensors if _storage(t) in owners]
@@ -143,10 +198,52 @@ def _check_contract(wholes: Sequence[Tensor], versions: list[int], outputs: Any,
 def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
     """Calls ``fn(wholes, ...)`` without hooks, and refuses writes into the weights and escapes."""
     wholes = [whole.detach() for whole in wholes]
-    versions = [whole._version for whole in wholes]
-    outputs = fn(wholes, *args, **kwargs)
-    _check_contract(wholes, versions, outputs, names)
+    with _refusing_writes(wholes, names):
+        outputs = fn(wholes, *args, **kwargs)
+    _refuse_escapes(wholes, outputs, names)
     return outputs
+
+
+def _recording(
+    fn: Callable[..., Any], use: UnitUse, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
+) -> Any:
+    """Calls ``fn(weights, ...)``, which autograd records without keeping the whole weights; refuses what may not be."""
+    with _refusing_writes(wholes, use.names), saved_tensors_hooks(*_release_hooks(use, wholes)):
+        outputs = fn(weights, *args, **kwargs)
+    _refuse_escapes(wholes, outputs, use.names)
+    return outputs
+
+
+def _forgetting(
+    fn: Callable[..., Any], use: UnitUse, wholes: Sequence[Tensor], weights: Sequence[Tensor], anchor: Tensor,
+    args: Any, kwargs: Any,
+) -> Any:  # fmt: skip
+    """The same, and nothing but the tensors among the arguments is kept: the rest is computed again in backward.
+
+    torch's own checkpointing does it: it restores random states and autocast, sees tensors that `fn` closes over, hands
+    the saved arguments to the enclosing hooks, and stops as soon as it has what it needs. `anchor` goes along to show
+    it the device where the arguments hold no tensor.
+    """
+    first = [(wholes, weights)]
+    leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[i] for i in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def call(_: Tensor, *tensors: Tensor) -> Any:
+        filled: list[Any] = list(rest)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
+        wholes, weights = first.pop() if first else _detached(use)
+        return _recording(fn, use, wholes, weights, args, kwargs)
+
+    return checkpoint(call, anchor, *tensors, use_reentrant=False)
+
+
+def _detached(use: UnitUse) -> tuple[list[Tensor], list[Tensor]]:
+    wholes = use.wholes()
+    return wholes, [w.detach().requires_grad_(trains) for w, trains in zip(wholes, use.trainable, strict=True)]
 
 
 class TorchTape:
@@ -179,19 +276,13 @@ class TorchTape:
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
-        wholes = use.before_forward()
-        inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if isinstance(leaf, Tensor)]
-        use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
-        if not use.needs_backward:
-            return use_plain(fn, wholes, use.names, *args, **kwargs)
-        versions = [whole._version for whole in wholes]
-        *weights, token = _Wholes.apply(use, wholes, self._anchor)
-        with saved_tensors_hooks(*_release_hooks(use, wholes)):
-            outputs = fn(weights, *args, **kwargs)
-        _check_contract(wholes, versions, outputs, use.names)
+        outputs, token = self._call(fn, use, use.before_forward(), args, kwargs)
+        if token is None:
+            return outputs
+        cast(Any, token.grad_fn).outliving.empty()
         leaves, treedef = optree.tree_flatten(outputs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        *gated, token = _Gate.apply(use, token, *(leaves[i] for i in places))
+        *gated, token = _Gate.apply(use, token.grad_fn, token, *(leaves[i] for i in places))
         self._tokens.append(token)
         for i, out in zip(places, gated, strict=True):
             leaves[i] = out
@@ -199,10 +290,27 @@ class TorchTape:
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` again, for checkpointing: it must save what the first call saved."""
-        wholes = use.wholes()
-        weights = [w.detach().requires_grad_(trains) for w, trains in zip(wholes, use.trainable, strict=True)]
-        with saved_tensors_hooks(*_release_hooks(use, wholes)):
-            return fn(weights, *args, **kwargs)
+        wholes = use.before_recompute()
+        try:
+            return self._call(fn, use, wholes, args, kwargs)[0]
+        finally:  # checkpointing leaves by an exception once it has what it needs
+            use.after_recompute()
+
+    def _call(
+        self, fn: Callable[..., Any], use: UnitUse, wholes: list[Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, Tensor | None]:
+        """Returns the outputs and the token of the weights' node, if there is one."""
+        inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if isinstance(leaf, Tensor)]
+        use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
+        if not use.needs_backward or not torch.is_grad_enabled():
+            return use_plain(fn, wholes, use.names, *args, **kwargs), None
+        enclosing = enclosing_hooks(True)
+        use.scope = id(enclosing[1]) if enclosing else None
+        *weights, token = _Wholes.apply(use, wholes, self._anchor)
+        token.grad_fn.outliving.give(use, weights)
+        if use.remat:
+            return _forgetting(fn, use, wholes, weights, self._anchor, args, kwargs), token
+        return _recording(fn, use, wholes, weights, args, kwargs), token
 
     def backward(self, loss: Tensor) -> list[Tensor | None]:
         """Runs the backward; returns the gradients of the leaves, None where there is no path."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import hpfunc as hp
 from tests.errors.judge import check_texts, mesh, params, texts_of
@@ -88,6 +88,51 @@ def a_unit_under_reentrant_checkpointing(rank: int) -> Any:
             y = checkpoint(lambda h: layer(p["layers"][0], h), x.clone().requires_grad_(), use_reentrant=True)
         assert isinstance(y, torch.Tensor)
         return y.sum()
+
+    return differentiating(loss)
+
+
+def a_unit_inside_of_a_unit(rank: int) -> Any:
+    inner, kept = hp.unit(linear), params()
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        outer = hp.unit(lambda first, x: inner(p["layers"][1], linear(first, x)), name="outer")
+        return outer(p["layers"][0], x).sum()
+
+    return lambda: hp.sharded(hp.value_and_grad(loss), mesh())(kept, x()), kept
+
+
+def a_remat_unit_under_torch_func(rank: int) -> Any:
+    layer, kept = hp.unit(linear, remat=True), params()
+    return lambda: torch.func.grad(lambda x: layer(kept["layers"][0], x).sum())(x()), kept
+
+
+def a_weight_written_when_it_is_computed_again(rank: int) -> Any:
+    is_first = [True]
+
+    def writes_later(p: Any, x: Tensor) -> Tensor:
+        if not is_first[0]:
+            p["b"].detach().add_(1.0)
+        is_first[0] = False
+        return linear(p, x)
+
+    layer = hp.unit(writes_later, remat=True)
+    return differentiating(lambda p, x: layer(p["layers"][0], x).sin().sum())
+
+
+def a_weight_that_escapes_when_it_is_computed_again(rank: int) -> Any:
+    is_first = [True]
+
+    def escapes_later(p: Any, x: Tensor) -> Tensor:
+        y = linear(p, x).sin()
+        is_first[0], was_first = False, is_first[0]
+        return y if was_first else p["w"]
+
+    layer = hp.unit(escapes_later, remat=True)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return layer(p["layers"][0], x).sum()
 
     return differentiating(loss)
 
