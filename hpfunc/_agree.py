@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 from . import backends
 from ._errors import AgreementError, HpfuncError, PeerError, message
@@ -57,16 +58,28 @@ class Control:
         """
         if len(self.ranks) == 1:
             return
-        self._recover()
         text = f"error: {error}" if error is not None else facts()
-        group = self.backend.group(self.ranks, "control", "cpu", self.timeout_s)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        numbers = self.backend.exchange(group, [int(error is not None), digest], f"agreement in {where}", self.poll)
+        numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest])
         if all(other == numbers[0] for other in numbers) and not numbers[0][0]:
             return
-        texts = self.backend.exchange_text(group, text)
+        texts = self.backend.exchange_text(self._group(), text)
         if error is None:
             raise AgreementError(_difference(where, self.ranks, texts))
+
+    def exchange(self, label: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers of every rank, the same everywhere. What ranks exchange is agreed upon before.
+
+        Raises:
+            PeerError: another rank failed, or did not come within the timeout.
+
+        Communication: 8 bytes a number from each rank.
+        """
+        self._recover()
+        return self.backend.exchange(self._group(), numbers, label, self.poll)
+
+    def _group(self) -> Any:
+        return self.backend.group(self.ranks, "control", "cpu", self.timeout_s)
 
     # --- the board --------------------------------------------------------------------------------------------------
     def _key(self, rank: int) -> str:
