@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -28,8 +29,10 @@ class Control:
     """What one process knows of its agreement with a fixed set of ranks.
 
     Attributes:
-        step: number of steps begun, and `position` the event within: the place that notes on the board refer to.
-        left: where this rank last left its plan.
+        step: number of steps begun since the last failure, and `position` the event within: the place that notes on the
+            board refer to.
+        generation: number of failures, of which all ranks know when they communicate again.
+        left: where this rank left its plans, the last few: the note of a slow peer may still be that of an earlier one.
     """
 
     def __init__(self, framework: str, ranks: tuple[int, ...], rank: int) -> None:
@@ -37,7 +40,7 @@ class Control:
         self.ranks, self.rank = ranks, rank
         self.step = 0
         self.position = 0
-        self.left: tuple[int, int] | None = None
+        self.left: deque[tuple[int, int]] = deque(maxlen=8)
         self.generation = 0
         self.is_broken = False
         self.timeout_s = 300.0
@@ -106,7 +109,7 @@ class Control:
 
     def leave(self, text: str) -> None:
         """Notes that this rank leaves its plan here."""
-        self.left = (self.step, self.position)
+        self.left.append((self.step, self.position))
         self.note("left", text)
 
     def fail(self, error: BaseException) -> None:
@@ -120,6 +123,9 @@ class Control:
             self.backend.abort()
             self.generation += 1
             self.is_broken = False
+            # A rank that heard of the failure late has begun more steps: all count anew.
+            self.step, self.position = 0, 0
+            self.left.clear()
 
     def poll(self, label: str, elapsed_s: float) -> None:
         """Called while this rank waits for `label`: raises if that wait cannot end well.
@@ -138,7 +144,7 @@ class Control:
         notes = self.notes()
         self._look_for_failures(label, notes)
         for rank, (kind, step, position, text) in notes.items():
-            if kind == "left" and self.left != (step, position) and (step, position) <= (self.step, self.position):
+            if kind == "left" and (step, position) not in self.left and (step, position) <= (self.step, self.position):
                 rule = "ranks run different programs"
                 leaves = [f"rank {rank}: {text}", f"rank {self.rank}: went on with its plan, and waits for {label!r}"]
                 raise AgreementError(message("hpfunc.sharded", rule, leaves))
