@@ -145,5 +145,5 @@ policies = st.builds(
     hp.Policy,
     prefetch=st.integers(0, 3),
     release=st.sampled_from(["forward", "backward", "never"]),
-    pack_below_bytes=st.sampled_from([0, 100, 200, float("inf")]),
+    pack_below_bytes=st.sampled_from([None, 0, 100, 200, float("inf")]),
 )
