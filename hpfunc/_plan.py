@@ -63,9 +63,9 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     compute        scale layer
     compute        deliver w
     """
-    check_policy(program, policy)
     if policy.pack_below_bytes is None:
         policy = replace(policy, pack_below_bytes=PACK_BELOW_BYTES)
+    check_policy(program, policy)
     draft = Draft(program, policy)
     gathers = Gathers(draft)
     reductions = Reductions(draft, ordered_sums=traits.ordered_sums)
