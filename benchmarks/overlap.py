@@ -338,10 +338,12 @@ def main() -> None:
     agreement = check_weights(model, variants)
     how = measure.Options(args.repetitions, max_foreign=args.max_foreign, attempts=args.attempts)
     results = measure.measure({name: variant.step for name, variant in variants.items()}, how)
+    link = hp.probe(hp.make_mesh((size,), ("shard",)), "shard")  # which the steps have measured
     if rank == 0:
         rate = os.environ.get("BENCH_RATE", "?")
         title = f"{size} ranks, {rate}, {args.blocks} blocks of d_model {args.d_model}, {args.tokens} tokens a rank"
-        print(f"{title}\n\n{agreement}\n\n{report(variants, results)}", flush=True)
+        print(f"{title}\n{link}, so weights below {link.pack_below_bytes} bytes are packed")
+        print(f"\n{agreement}\n\n{report(variants, results)}", flush=True)
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps({"title": title, **results.record()}) + "\n")

@@ -45,6 +45,8 @@ from ._partition import unstack as unstack
 from ._plan import Traits as Traits
 from ._plan import plan as plan
 from ._policy import Policy as Policy
+from ._probe import Link as Link
+from ._probe import probe as probe
 from ._program import Program as Program
 from ._schedule import Schedule as Schedule
 from ._sharded import Lowered as Lowered

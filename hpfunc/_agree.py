@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 from . import backends
 from ._errors import AgreementError, HpfuncError, PeerError, message
@@ -27,8 +29,10 @@ class Control:
     """What one process knows of its agreement with a fixed set of ranks.
 
     Attributes:
-        step: number of steps begun, and `position` the event within: the place that notes on the board refer to.
-        left: where this rank last left its plan.
+        step: number of steps begun since the last failure, and `position` the event within: the place that notes on the
+            board refer to.
+        generation: number of failures, of which all ranks know when they communicate again.
+        left: where this rank left its plans, the last few: the note of a slow peer may still be that of an earlier one.
     """
 
     def __init__(self, framework: str, ranks: tuple[int, ...], rank: int) -> None:
@@ -36,7 +40,7 @@ class Control:
         self.ranks, self.rank = ranks, rank
         self.step = 0
         self.position = 0
-        self.left: tuple[int, int] | None = None
+        self.left: deque[tuple[int, int]] = deque(maxlen=8)
         self.generation = 0
         self.is_broken = False
         self.timeout_s = 300.0
@@ -57,16 +61,28 @@ class Control:
         """
         if len(self.ranks) == 1:
             return
-        self._recover()
         text = f"error: {error}" if error is not None else facts()
-        group = self.backend.group(self.ranks, "control", "cpu", self.timeout_s)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        numbers = self.backend.exchange(group, [int(error is not None), digest], f"agreement in {where}", self.poll)
+        numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest])
         if all(other == numbers[0] for other in numbers) and not numbers[0][0]:
             return
-        texts = self.backend.exchange_text(group, text)
+        texts = self.backend.exchange_text(self._group(), text)
         if error is None:
             raise AgreementError(_difference(where, self.ranks, texts))
+
+    def exchange(self, label: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers of every rank, the same everywhere. What ranks exchange is agreed upon before.
+
+        Raises:
+            PeerError: another rank failed, or did not come within the timeout.
+
+        Communication: 8 bytes a number from each rank.
+        """
+        self._recover()
+        return self.backend.exchange(self._group(), numbers, label, self.poll)
+
+    def _group(self) -> Any:
+        return self.backend.group(self.ranks, "control", "cpu", self.timeout_s)
 
     # --- the board --------------------------------------------------------------------------------------------------
     def _key(self, rank: int) -> str:
@@ -93,7 +109,7 @@ class Control:
 
     def leave(self, text: str) -> None:
         """Notes that this rank leaves its plan here."""
-        self.left = (self.step, self.position)
+        self.left.append((self.step, self.position))
         self.note("left", text)
 
     def fail(self, error: BaseException) -> None:
@@ -107,6 +123,9 @@ class Control:
             self.backend.abort()
             self.generation += 1
             self.is_broken = False
+            # A rank that heard of the failure late has begun more steps: all count anew.
+            self.step, self.position = 0, 0
+            self.left.clear()
 
     def poll(self, label: str, elapsed_s: float) -> None:
         """Called while this rank waits for `label`: raises if that wait cannot end well.
@@ -125,7 +144,7 @@ class Control:
         notes = self.notes()
         self._look_for_failures(label, notes)
         for rank, (kind, step, position, text) in notes.items():
-            if kind == "left" and self.left != (step, position) and (step, position) <= (self.step, self.position):
+            if kind == "left" and (step, position) not in self.left and (step, position) <= (self.step, self.position):
                 rule = "ranks run different programs"
                 leaves = [f"rank {rank}: {text}", f"rank {self.rank}: went on with its plan, and waits for {label!r}"]
                 raise AgreementError(message("hpfunc.sharded", rule, leaves))

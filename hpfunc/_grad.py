@@ -141,7 +141,8 @@ class Run:
         """Runs the backward, and adds up the gradients that are none of a unit's."""
         self.state = "backward"
         leaf_gradients = self.tape.backward(loss)
-        self.session.driver.end_backward(self.session.emit(Event("end_backward", carry=self.carry)))
+        index = self.session.emit(Event("end_backward", carry=self.carry))  # it may replace the driver
+        self.session.driver.end_backward(index)
         plain = iter(range(num_plain))
         for place, leaf in enumerate(tracked):
             if not is_sharded(leaf):

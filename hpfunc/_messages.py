@@ -16,6 +16,7 @@ def in_place(weight: Weight) -> bool:
 
 def messages(program: Program, weights: tuple[int, ...], policy: Policy) -> list[tuple[int, ...]]:
     """Returns which cut weights share a message: small ones of the same axes and dtype do, others travel alone."""
+    assert policy.pack_below_bytes is not None, "`plan` puts a number there"
     buckets: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in weights:
         weight = program.weights[index]

@@ -7,11 +7,11 @@ themselves (`Draft`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._draft import Draft
 from ._gathers import Gathers
-from ._policy import Policy
+from ._policy import PACK_BELOW_BYTES, Policy
 from ._program import COMPUTES, Program
 from ._reductions import Reductions
 from ._schedule import Schedule
@@ -38,7 +38,8 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
 
     Args:
         program: what the step uses, in which order.
-        policy: how far ahead to gather, when to release, what to pack.
+        policy: how far ahead to gather, when to release, what to pack. `pack_below_bytes` of None is 65536 here: a
+            plan measures nothing. The schedule has the number in its policy.
         traits: what the backend cannot do by itself.
 
     Returns:
@@ -62,6 +63,8 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     compute        scale layer
     compute        deliver w
     """
+    if policy.pack_below_bytes is None:
+        policy = replace(policy, pack_below_bytes=PACK_BELOW_BYTES)
     check_policy(program, policy)
     draft = Draft(program, policy)
     gathers = Gathers(draft)

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from ._errors import PolicyError, message
 
 Release = Literal["forward", "backward", "never"]
+PACK_BELOW_BYTES = 65536
+"""What `plan` takes for ``pack_below_bytes=None``: about latency times bandwidth of a fast Ethernet."""
 _NAME = "hpfunc.Policy"
 
 
@@ -23,7 +25,8 @@ class Policy:
         release: when the whole weights of a unit are dropped: after its ``"forward"`` and again after its
             backward (ZeRO-3), after its ``"backward"`` only (ZeRO-2), or ``"never"`` before the step ends (ZeRO-1).
         pack_below_bytes: whole weights smaller than this many bytes share one message, at the price of one copy each
-            way; larger ones travel alone and uncopied. 0 packs nothing, ``math.inf`` packs everything.
+            way; larger ones travel alone and uncopied. 0 packs nothing, ``math.inf`` packs everything. None lets
+            `sharded` measure the network (`probe`); `plan` alone takes 65536 for it.
         prefetch_backward: as `prefetch`, while the step goes backward; None takes `prefetch`.
         gather_budget_bytes: most bytes in whole weights, and in messages out of which they are unpacked, at one time:
             where it would be exceeded, a unit is gathered later than `prefetch` says.
@@ -37,14 +40,14 @@ class Policy:
         PolicyError: a field has a value outside of its range.
 
     >>> Policy(prefetch=2)
-    Policy(prefetch=2, release='forward', pack_below_bytes=65536)
+    Policy(prefetch=2, release='forward', pack_below_bytes=None)
     >>> Policy.zero2(release_overrides={"head.*": "never"})
-    Policy(prefetch=1, release='backward', pack_below_bytes=65536, release_overrides=(('head.*', 'never'),))
+    Policy(prefetch=1, release='backward', pack_below_bytes=None, release_overrides=(('head.*', 'never'),))
     """
 
     prefetch: int = 1
     release: Release = "forward"
-    pack_below_bytes: float = 65536
+    pack_below_bytes: float | None = None
     prefetch_backward: int | None = None
     gather_budget_bytes: float = math.inf
     release_overrides: Sequence[tuple[str, Release]] | Mapping[str, Release] = ()
@@ -75,7 +78,9 @@ class Policy:
         if self.prefetch_backward is not None:
             _check_depth("prefetch_backward", self.prefetch_backward)
         _check_release("release", self.release)
-        _check_bytes("pack_below_bytes", self.pack_below_bytes, "use 0 to pack nothing, math.inf to pack everything")
+        if self.pack_below_bytes is not None:
+            hint = "use 0 to pack nothing, math.inf to pack everything, None to let the network decide"
+            _check_bytes("pack_below_bytes", self.pack_below_bytes, hint)
         _check_bytes("gather_budget_bytes", self.gather_budget_bytes, "use math.inf for no bound")
         _check_bytes("reduce_bucket_bytes", self.reduce_bucket_bytes, "use 0 for a buffer for each unit")
         object.__setattr__(self, "release_overrides", _pairs(self.release_overrides))

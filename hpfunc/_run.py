@@ -315,7 +315,13 @@ class Session:
 
     def pin(self, name: str) -> None:
         """Notes a collective of the caller."""
-        self.driver.pin(self.emit(Event("collective", name=name)))
+        index = self.emit(Event("collective", name=name))  # it may replace the driver
+        self.driver.pin(index)
+
+    def end(self) -> None:
+        """Ends the step."""
+        index = self.emit(Event("end_step"))  # it may replace the driver
+        self.driver.end_step(index)
 
     def agree(self, index: int) -> None:
         """Compares with all ranks what comes next; see Note [Agreement]."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import backends
@@ -19,7 +20,9 @@ from ._execute import Planned, Prepared
 from ._mesh import Mesh, PartitionSpec
 from ._plan import Traits, plan
 from ._policy import Policy
-from ._program import Event, Program, Unit, dotted
+from ._predict import predict
+from ._probe import settle
+from ._program import Program, Unit, dotted
 from ._run import Session, session_scope
 from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
@@ -28,6 +31,14 @@ from ._world import use_mesh
 from .backends import Counters
 
 _NAME = "hpfunc.sharded"
+KEPT_PLANS = 64
+KEPT_CALLS = 128
+
+# Note [Equal on all ranks]
+# Which plan a call follows, and which plans are kept, follows from what earlier calls did, and that is equal on all
+# ranks: they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call
+# less than the others. So after a failure, of which all ranks know when the next step begins (`Control.generation`),
+# everything is forgotten, and the next call is recorded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +77,9 @@ class ShardedStep:
         self._fn, self.mesh, self.policy = fn, mesh, policy
         self._in_specs, self._out_specs, self._donate = in_specs, out_specs, donate_argnums
         self._debug = debug
-        self._plans: dict[Program, Prepared] = {}
+        self._plans: dict[str, Prepared] = {}  # by the fingerprint of their program, that of the last call last
         self._known: dict[object, _Known] = {}
+        self._generation = 0
         self._backend = backends.get(mesh.framework)
         self.last_schedule: Schedule | None = None
         self.last_counters: Counters | None = None
@@ -75,7 +87,7 @@ class ShardedStep:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Every plan so far, in the order in which they were made."""
+        """The plans that are kept: those of the last 64 different programs, the one that was used last at the end."""
         return tuple(prepared.schedule for prepared in self._plans.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +99,8 @@ class ShardedStep:
             AgreementError: ranks run different programs.
             PeerError: another rank failed or did not answer.
 
-        Communication: as the schedule says; on a call that records, a digest before each event.
+        Communication: as the schedule says; on a call that records, a digest before each event, and for a
+            ``Policy(pack_below_bytes=None)`` what `probe` sends, if it was not measured before.
         """
         counted = self._backend.counters.copy()
         session = Session(self.mesh)
@@ -98,15 +111,16 @@ class ShardedStep:
             known = self._known[signature] = self._admit(session, args, kwargs, leaves)
         filled, arrays = self._fill(leaves, known)
         session.names = known.names
-        session.review = self._review
-        if (prepared := known.prepared) is not None:
+        session.review = functools.partial(self._review, measures=True)
+        expected = self._expect(session, known)
+        if (prepared := self._plans.get(expected)) is not None:
             session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
         try:
             with session_scope(session), use_mesh(self.mesh):
                 outputs = self._fn(*new_args, **new_kwargs)
-                session.driver.end_step(session.emit(Event("end_step")))
-            self._learn(session, known)
+                session.end()
+            self._learn(session, known, expected)
             outputs = self._finish(outputs, arrays)
         except BaseException as error:
             session.abandon()
@@ -122,25 +136,26 @@ class ShardedStep:
             LoweringError: the step needs the value of a tensor.
             SpecError, LeafError: as a call.
 
-        Communication: none.
+        Communication: none. With ``Policy(pack_below_bytes=None)`` it plans by what this process has measured already
+            (`probe`), else by 65536.
         """
         leaves, treedef = flatten((args, kwargs), is_sharded)
         with self._backend.abstract() as convert:
             session = Session(self.mesh, is_abstract=True)
-            session.review = self._review
+            session.review = functools.partial(self._review, measures=False)
             known = self._admit(session, args, kwargs, leaves)
             session.names = known.names
             filled, _ = self._fill([_abstract(leaf, convert) for leaf in leaves], known)
             new_args, new_kwargs = unflatten(treedef, filled)
             with session_scope(session), use_mesh(self.mesh):
                 self._fn(*new_args, **new_kwargs)
-            session.driver.end_step(session.emit(Event("end_step")))
-        return Lowered(session.program, self._plan(session.program))
+            session.end()
+        return Lowered(session.program, self._plan(session.program, measures=False))
 
     # --- planning ---------------------------------------------------------------------------------------------------
-    def _review(self, program: Program) -> None:
+    def _review(self, program: Program, *, measures: bool) -> None:
         """Refuses a policy that does not fit the program, before the step can update anything."""
-        check_policy(program, self.policy)
+        check_policy(program, settle(self.policy, self.mesh, program, measures=measures))
         if self._plans:
             return  # a later program may well lack a unit
         if patterns := unmatched(program, self.policy):
@@ -149,23 +164,35 @@ class ShardedStep:
             hint = "a pattern is a glob for the name of a unit, or for the dotted path of one of its weights"
             raise PolicyError(message(_NAME, rule, names, hint=hint))
 
-    def _plan(self, program: Program) -> Schedule:
+    def _plan(self, program: Program, *, measures: bool) -> Schedule:
         traits = Traits(ordered_sums=self._backend.ordered_sums(self.mesh.device))
-        schedule = plan(program, self.policy, traits)
-        _warn_about(schedule, check(schedule))
+        schedule = plan(program, settle(self.policy, self.mesh, program, measures=measures), traits)
+        report = check(schedule)
+        if not self._plans:  # what a step does now and then, as an early exit, does not stand for the model
+            _warn_about(schedule, report)
         return schedule
 
-    def _learn(self, session: Session, known: _Known) -> None:
+    def _expect(self, session: Session, known: _Known) -> str:
+        """Returns the fingerprint of the program that the step will probably run. See Note [Equal on all ranks]."""
+        if self._generation != session.control.generation:
+            self._generation = session.control.generation
+            self._plans.clear()
+            for each in self._known.values():
+                each.history.clear()
+        return predict(tuple(known.history)) or ""
+
+    def _learn(self, session: Session, known: _Known, expected: str) -> None:
         self.followed_plan = session.plan is not None
-        if session.plan is None:
-            program = session.program
-            if program not in self._plans:
-                schedule = self._plan(program)
-                session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {program.fingerprint}")
-                self._plans[program] = Prepared(schedule)
-            known.prepared = self._plans[program]
-        assert known.prepared is not None
-        self.last_schedule = known.prepared.schedule
+        done = expected if session.plan is not None else session.program.fingerprint
+        if done not in self._plans:
+            schedule = self._plan(session.program, measures=True)
+            session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {done}")
+            self._plans[done] = Prepared(schedule)
+        known.history.append(done)
+        self._plans[done] = self._plans.pop(done)
+        if len(self._plans) > KEPT_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self.last_schedule = self._plans[done].schedule
 
     # --- arguments --------------------------------------------------------------------------------------------------
     def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> _Known:
@@ -244,13 +271,13 @@ class _Known:
         names: the path of each sharded leaf.
         specs: the entry of `in_specs` for each leaf.
         donated: which leaves may be updated in place.
-        prepared: the plan of what the step did with such arguments last.
+        history: fingerprints of the programs that the step ran with such arguments, the last one last.
     """
 
     names: dict[int, str]
     specs: list[PartitionSpec | None]
     donated: set[int]
-    prepared: Prepared | None = None
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
 
 
 def _weights_of(program: Program, unit: Unit) -> str:
@@ -305,8 +332,8 @@ def sharded(
 
     The first call records which units the step uses, in which order, while it runs them one after another: the
     reference. From that a schedule is planned and checked, which the next calls follow: gathers and reductions then run
-    behind compute. A call that does something else goes on without a plan, and is planned anew. No bit of the result
-    depends on any of that.
+    behind compute. A call that does something else goes on without a plan, and is planned anew; of steps that change
+    the plan is chosen by what followed in the past. No bit of the result depends on any of that.
 
     Args:
         step_fn: the step; None (or the mesh in its place) makes a decorator.

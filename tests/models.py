@@ -145,5 +145,9 @@ policies = st.builds(
     hp.Policy,
     prefetch=st.integers(0, 3),
     release=st.sampled_from(["forward", "backward", "never"]),
-    pack_below_bytes=st.sampled_from([0, 100, 200, float("inf")]),
+    pack_below_bytes=st.sampled_from([None, 0, 100, 200, float("inf")]),
+    prefetch_backward=st.sampled_from([None, None, 0, 2]),
+    gather_budget_bytes=st.sampled_from([float("inf"), 3000]),  # more than the largest unit of these models needs
+    release_overrides=st.sampled_from([(), {"_embed.*": "never"}, {"_layer.0": "backward", "_layer.*": "forward"}]),
+    reduce_bucket_bytes=st.sampled_from([0, 0, 700, float("inf")]),
 )

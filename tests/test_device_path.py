@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hpfunc as hp
+from hpfunc import _probe
 from hpfunc._schedule import Compute
 from hpfunc.backends import _torch, get
 from tests.models import P
@@ -32,6 +33,9 @@ class Notes:
             def record(self, stream: Any) -> None:
                 self.stream, self.time = stream.name, len(notes.log)
                 notes.log.append((stream.name, "record", self))
+
+            def synchronize(self) -> None:
+                notes.log.append(("host", "synchronize", self))
 
         class Stream:
             def __init__(self, device: Any, name: str | None = None) -> None:
@@ -97,3 +101,82 @@ def test_a_device_gets_every_op_in_order_with_its_waits(pool: Callable[[int], Po
         assert not missing
         assert len(streams) == 4, streams  # compute, gather, reduce_scatter, all_reduce
         assert any("all_reduce layer.2 on all_reduce waits for ['sum layer.2']" in line for line in issued), issued
+
+
+def probe_on_notes(rank: int) -> list[str]:
+    mesh, backend = mesh_of((2,), ("shard",), None, 18.0), cast(Any, get("torch"))
+    _probe._links.pop((mesh, ("shard",)), None)
+    notes, streams = Notes(), _torch._DeviceStreams(torch.device("cpu"))
+    streams.module = notes
+    # The control group is of the host, on a device too: its waits are looked at by their own streams.
+    host, exchange = backend.streams("cpu"), backend.exchange
+
+    def on_host(*args: Any) -> Any:
+        backend._streams["cpu"] = host
+        try:
+            return exchange(*args)
+        finally:
+            backend._streams["cpu"] = streams
+
+    backend.exchange = on_host
+    backend._streams["cpu"] = streams
+    try:
+        hp.probe(mesh, "shard")
+    finally:
+        del backend.exchange
+        backend._streams["cpu"] = host
+    return [kind for _, kind, _ in notes.log if kind != "new"]
+
+
+def test_a_probe_waits_on_the_host_for_each_message(pool: Callable[[int], Pool]) -> None:
+    """On a device an awaited collective is only enqueued; a time that is taken then says nothing."""
+    assert pool(2).run(probe_on_notes) == [["record", "wait", "synchronize"] * 16] * 2
+
+
+# --- grouped launches -----------------------------------------------------------------------------------------------
+class TwoRanks:
+    """Stands in for a process group."""
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("collective", "device", "count", "launches"),
+    [
+        ("all_gather", "meta", 3, [3]),
+        ("reduce_scatter", "meta", 2, [2]),
+        ("all_gather", "meta", 1, [1]),
+        ("all_gather", "cpu", 3, [1, 1, 1]),
+        ("all_to_all", "meta", 2, [1, 1]),  # the library groups none of these
+    ],
+)
+def test_on_a_device_the_messages_of_a_launch_go_out_together(
+    monkeypatch: pytest.MonkeyPatch, collective: Any, device: str, count: int, launches: list[int]
+) -> None:
+    """``meta`` stands for a device here: what matters is that it is not the CPU."""
+    calls: list[int] = []
+    monkeypatch.setattr(_torch, "_start_together", lambda collective, group, pairs: calls.append(len(pairs)))
+    monkeypatch.setattr(_torch, "_start", lambda *args, **kwargs: calls.append(1))
+    sends, receives = ([torch.empty(n, device=device) for _ in range(count)] for n in (4, 8))
+    works = _torch.TorchBackend().launch(collective, TwoRanks(), sends, receives)
+    assert calls == launches
+    assert len(works) == len(launches)
+
+
+def started_together(rank: int) -> list[bool]:
+    """The group call itself, with real data: gloo has it too, though hpfunc does not take it there."""
+    mesh = mesh_of((2,), ("shard",))
+    group = get("torch").group(mesh.ranks, "user", "cpu", mesh.timeout_s)
+    mine = [torch.full((n,), float(10 * rank + n)) for n in (2, 3)]
+    gathered = [torch.zeros(2 * n) for n in (2, 3)]
+    _torch._start_together("all_gather", group, list(zip(mine, gathered, strict=True))).wait()
+    terms, sums = [torch.arange(2.0 * n) + rank for n in (2, 3)], [torch.zeros(n) for n in (2, 3)]
+    _torch._start_together("reduce_scatter", group, list(zip(terms, sums, strict=True))).wait()
+    wholes = [torch.cat([torch.full((n,), float(10 * r + n)) for r in range(2)]) for n in (2, 3)]
+    totals = [(2 * torch.arange(2.0 * n) + 1)[n * rank : n * (rank + 1)] for n in (2, 3)]
+    return [torch.equal(a, b) for a, b in zip(gathered + sums, wholes + totals, strict=True)]
+
+
+def test_messages_that_go_out_together_arrive(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(started_together) == [[True] * 4] * 2

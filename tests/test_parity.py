@@ -17,6 +17,7 @@ from tests.ranks import Pool, mesh_of
 
 pytestmark = pytest.mark.processes
 STEPS = 3
+HSDP = ("replicate", "shard")
 # Models are small as they are drawn, and an example that fails costs a new pool: no shrinking.
 EXAMPLES = settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 
@@ -172,3 +173,24 @@ def tensor_parallel(rank: int, policy: hp.Policy | None) -> tuple[list[torch.Ten
 def test_an_axis_that_holds_no_data_stays_cut(pool: Callable[[int], Pool], policy: hp.Policy | None) -> None:
     for got, want in pool(4).run(tensor_parallel, policy):
         assert_close(got, want, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", [P("shard"), P(("replicate", "shard"))])
+def test_two_replicas_of_four_shards(pool: Callable[[int], Pool], matrix: hp.P) -> None:
+    """Eight ranks. Nothing divides: 7 columns over 4 or 8 ranks, 5 inputs, so that some ranks hold nothing."""
+    model, layout = Model(width=7, calls=(0, 1, 2, 1), dropped=(2,)), Layout((2, 4), HSDP, matrix, P("shard"))
+    policies = [hp.Policy(prefetch=2, pack_below_bytes=number) for number in (0, None, float("inf"))]
+    double = pool(8).run(train, model, layout, policies[-1], torch.float64, hp.Numerics())
+    want = reference(model, 8, STEPS)
+    for _, weights, followed in double:
+        assert followed
+        assert_close(weights, want, 1e-12)
+    eager, *planned = [
+        pool(8).run(train, model, layout, policy, torch.float32, hp.Numerics()) for policy in (None, *policies)
+    ]
+    for results in planned:
+        for (grads, weights, followed), (eager_grads, eager_weights, _) in zip(results, eager, strict=True):
+            assert followed
+            assert_same_bits(grads, eager_grads)
+            assert_same_bits(weights, eager_weights)

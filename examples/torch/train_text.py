@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
     add("--rate", type=float, default=3e-3, help="the highest learning rate")
     add("--prefetch", type=int, default=1, help="units whose weights are gathered ahead")
     add("--release", choices=["forward", "backward", "never"], default="forward", help="when whole weights are dropped")
-    add("--pack-below-bytes", type=float, default=65536, help="smaller weights share a message")
+    add("--pack-below-bytes", type=float, help="smaller weights share a message (default: measured)")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("build/train_text"), help="where the picture and the schedule go")
     add("--quick", action="store_true", help="a tiny model and a few steps, to see that everything works")
@@ -151,7 +151,9 @@ def report(args: argparse.Namespace, step: hp.ShardedStep, timeline: hp.Timeline
     args.out.mkdir(parents=True, exist_ok=True)
     assert step.last_schedule is not None
     (args.out / "schedule.txt").write_text(str(step.last_schedule))
-    timeline.save(str(args.out / "timeline.png"), f"one training step, rank 0 of {args.mesh}, {step.policy}")
+    timeline.save(
+        str(args.out / "timeline.png"), f"one training step, rank 0 of {args.mesh}, {step.last_schedule.policy}"
+    )
     for lane, (total_s, hidden_s) in timeline.overlap_s().items():
         print(f"{lane}: {1e3 * total_s:.0f} ms, of which {1e3 * hidden_s:.0f} ms passed while a unit computed")
     print(f"peak of the plan: {hp.check(step.last_schedule).peak_bytes / 1e6:.1f} MB beside shards and activations")

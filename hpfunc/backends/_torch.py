@@ -307,10 +307,7 @@ class TorchBackend:
             share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}
             self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
         if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
-            with dist._coalescing_manager(group=group, async_ops=True) as grouped:
-                for send, receive in pairs:
-                    _start(collective, group, send, receive, async_op=False)
-            return [grouped]
+            return [_start_together(collective, group, pairs)]
         return [_start(collective, group, send, receive, async_op=True) for send, receive in pairs]
 
     def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
@@ -362,6 +359,13 @@ class TorchBackend:
 
     def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], init.Keep]) -> Any:
         return init.deferred(init_fn, prepare)
+
+
+def _start_together(collective: str, group: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    with dist._coalescing_manager(group=group, async_ops=True) as grouped:
+        for send, receive in pairs:
+            _start(collective, group, send, receive, async_op=False)
+    return grouped
 
 
 def _start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:

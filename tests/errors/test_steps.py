@@ -298,6 +298,18 @@ def an_unknown_release(rank: int) -> Any:
     return lambda: hp.Policy(release="sometimes"), None
 
 
+def a_link_without_speed(rank: int) -> Any:
+    return lambda: hp.Link(latency_s=1e-5, bytes_per_s=0), None
+
+
+def a_probe_inside_a_step(rank: int) -> Any:
+    return hp.sharded(lambda: hp.probe(mesh(), "shard"), mesh()), None
+
+
+def a_probe_of_an_unknown_axis(rank: int) -> Any:
+    return lambda: hp.probe(mesh(), "shrad"), None
+
+
 # --- ranks that disagree --------------------------------------------------------------------------------------------
 def ranks_disagree_on_the_shapes_of_arguments(rank: int) -> Any:
     kept = hp.shard(torch.ones(4, 4), mesh(), hp.P("shard"))

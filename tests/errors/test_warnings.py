@@ -56,7 +56,8 @@ def nothing_ahead(rank: int) -> str:
     mesh = mesh_of((2,), ("shard",))
     params = hp.shard([torch.ones(4), torch.ones(4)], mesh, hp.P("shard"))
     unit = hp.unit(lambda w: w.sum(), name="layer")
-    step = hp.sharded(lambda params: sum(unit(w) for w in params), mesh, policy=hp.Policy(prefetch=0))
+    policy = hp.Policy(prefetch=0, pack_below_bytes=65536)
+    step = hp.sharded(lambda params: sum(unit(w) for w in params), mesh, policy=policy)
     with pytest.warns(hp.HpfuncWarning) as found:
         step(params)
     return f"{found[0].category.__name__}: {found[0].message}"

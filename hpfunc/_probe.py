@@ -1,0 +1,166 @@
+"""How fast ranks gather: measured by a few messages, once for each group, and what follows from it for packing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from ._agree import control
+from ._comm import Comm, comm
+from ._errors import PolicyError, UsageError, message
+from ._mesh import AxisNames, Mesh
+from ._policy import PACK_BELOW_BYTES, Policy
+from ._program import Program
+from ._run import current_session
+
+_NAME = "hpfunc.probe"
+_SMALLEST, _LARGEST = 1 << 12, 1 << 24
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20
+_NUM_SMALL, _NUM_LARGE = 7, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast some ranks gather: an all-gather of n bytes takes about ``latency_s + n / bytes_per_s`` seconds.
+
+    Attributes:
+        latency_s: seconds that the smallest message takes.
+        bytes_per_s: bytes of whole weights that arrive in a second, when they are many.
+
+    Raises:
+        PolicyError: a number is not positive, or the latency is infinite.
+
+    >>> Link(latency_s=20e-6, bytes_per_s=25e9).pack_below_bytes
+    524288
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "bytes_per_s"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not value > 0 or (name == "latency_s" and math.isinf(value)):
+                raise PolicyError(message("hpfunc.Link", f"{name} must be a positive number, got {value!r}"))
+
+    @property
+    def pack_below_bytes(self) -> int:
+        """The size of a weight that takes as long to send as a message takes to begin.
+
+        That is latency times bandwidth: below it messages cost more than bytes. A power of two from 4 KiB to 16 MiB.
+        """
+        product = min(max(self.latency_s * self.bytes_per_s, _SMALLEST), _LARGEST)
+        return 1 << round(math.log2(product))
+
+
+_ALONE = Link(latency_s=PACK_BELOW_BYTES / 1e9, bytes_per_s=1e9)
+# With the generation of the ranks' agreement in which it was measured. After a failure all measure again: one rank may
+# have failed before it got what the others have kept.
+_links: dict[tuple[Mesh, tuple[str, ...]], tuple[int, Link]] = {}
+
+
+def probe(mesh: Mesh, axes: AxisNames) -> Link:
+    """Measures how fast the ranks along `axes` gather. All ranks of the mesh must call it together.
+
+    A group is measured once, and again only after a failed step. What all ranks get is equal to the last bit: the
+    median over the ranks of the medians over the messages. `sharded` calls it for ``Policy(pack_below_bytes=None)``;
+    call it yourself to see what it finds.
+
+    Args:
+        mesh: the ranks.
+        axes: one axis or several, as in ``gather_axes`` of a weight.
+
+    Returns:
+        The link. With one rank along `axes` there is none to measure: that of ``Link.pack_below_bytes == 65536``.
+
+    Raises:
+        MeshError: an axis is not one of the mesh.
+        UsageError: it is called inside of a `sharded` step.
+        AgreementError: ranks measure different axes.
+
+    Communication: 9 all-gathers of 1 KiB and 7 of 1 MiB, tens of milliseconds, and 32 bytes for the agreement. Nothing
+    if it was measured before, or with one rank along `axes`.
+
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> probe(mesh, "shard").pack_below_bytes
+    65536
+    """
+    if current_session() is not None:
+        hint = "measure before the step, and give it hpfunc.Policy(pack_below_bytes=link.pack_below_bytes)"
+        raise UsageError(message(_NAME, "it is called inside of a sharded step", hint=hint))
+    return _link(mesh, mesh.check_axes(_NAME, axes))
+
+
+def _link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
+    if mesh.axis_size(axes) == 1:
+        return _ALONE
+    ranks = control(mesh)
+    generation, link = _links.get((mesh, axes), (-1, _ALONE))
+    if generation != ranks.generation or ranks.is_broken:
+        ranks.agree(_NAME, lambda: f"axes {', '.join(axes)}")
+        measured = _measure(comm(mesh, axes, "gather"))
+        numbers = max(1, round(measured.latency_s * 1e9)), max(1, round(measured.bytes_per_s))
+        latencies, rates = zip(*ranks.exchange("measurement of a link", numbers), strict=True)
+        link = Link(_middle(latencies) / 1e9, float(_middle(rates)))
+        _links[mesh, axes] = ranks.generation, link
+    return link
+
+
+def settle(policy: Policy, mesh: Mesh, program: Program, *, measures: bool) -> Policy:
+    """Returns `policy` with a number in `pack_below_bytes`: the largest that fits one of the program's gathers.
+
+    Args:
+        policy: what the caller wants.
+        mesh: the mesh of the program.
+        program: its cut weights say which links matter. Without any, there is nothing to pack, and it is 65536.
+        measures: whether to measure; else an unknown link counts as one of 65536 bytes.
+
+    Communication: see `probe`; none without `measures`.
+    """
+    if policy.pack_below_bytes is not None:
+        return policy
+    axes = dict.fromkeys(weight.gather_axes for weight in program.weights if weight.num_shards > 1)
+    links = [_link(mesh, each) if measures else _links.get((mesh, each), (0, _ALONE))[1] for each in axes]
+    number = max((link.pack_below_bytes for link in links), default=PACK_BELOW_BYTES)
+    return replace(policy, pack_below_bytes=number)
+
+
+def _middle(numbers: Sequence[int]) -> int:
+    return sorted(numbers)[len(numbers) // 2]
+
+
+def _measure(channel: Comm) -> Link:
+    small_s = _median_s(channel, _SMALL_BYTES, _NUM_SMALL)
+    large_s = _median_s(channel, _LARGE_BYTES, _NUM_LARGE)
+    # On a link that is too fast for this message, at least a share of the time counts as its transfer.
+    return Link(small_s, _LARGE_BYTES / max(large_s - small_s, large_s / 16))
+
+
+def _median_s(channel: Comm, whole_bytes: int, count: int) -> float:
+    """Returns the seconds of an all-gather that makes this many bytes."""
+    backend, device = channel.backend, channel.mesh.device
+    send = backend.empty((-(-whole_bytes // channel.size),), "uint8", device, zero=True)
+    receive = backend.empty((send.shape[0] * channel.size,), "uint8", device, zero=True)
+    # The first ones make the connection, and on a device wait for all that was enqueued before.
+    return median([_gather_s(channel, send, receive) for _ in range(count + 2)][2:])
+
+
+def _gather_s(channel: Comm, send: Any, receive: Any) -> float:
+    backend, mesh = channel.backend, channel.mesh
+    streams, poll = backend.streams(mesh.device), control(mesh).poll
+    start = time.perf_counter()
+    pending = streams.issue(
+        f"probe {channel.label}",
+        "compute",
+        (),
+        lambda: backend.launch("all_gather", channel.group(), [send], [receive]),
+        poll,
+    )
+    streams.wait(pending, poll)  # a host is through here
+    pending.when_done(lambda: None)  # a device is through here: its `wait` is an edge between streams
+    return time.perf_counter() - start
