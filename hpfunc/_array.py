@@ -245,11 +245,18 @@ def check_sharded(
     raise LeafError(message(function, f"{name} has leaves that are no ShardedArray", bad, hint=hint))
 
 
-def check_gatherable(function: str, named: Sequence[tuple[str, ShardedArray]]) -> None:
-    """Raises SpecError naming every array that cannot be gathered over the data axes alone."""
-    bad = [f"{name}: {describe(a)}" for name, a in named if a.layout.misplaced(a.layout.gather_axes) is not None]
+def check_gatherable(
+    function: str, named: Sequence[tuple[str, ShardedArray]], axes: tuple[str, ...] | None = None
+) -> None:
+    """Raises SpecError naming every array that cannot be gathered over `axes` (None: the data axes) alone."""
+    over = [a.mesh.data_axes if axes is None else axes for _, a in named]
+    bad = [
+        f"{n}: {describe(a)}"
+        for (n, a), wanted in zip(named, over, strict=True)
+        if a.layout.misplaced(wanted) is not None
+    ]
     if bad:
-        hint = "in P(('tp', 'shard')) the first axis is the major one; put data axes last"
+        hint = "in P(('tp', 'shard')) the first axis is the major one; put the axes that are gathered last"
         raise SpecError(message(function, "a data axis cuts a dim outside of an axis that stays cut", bad, hint=hint))
     partial = [f"{name}: {describe(a)}" for name, a in named if a.spec.unreduced]
     if partial:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ._layout import Gather
 from ._leaving import to_finish, touched
 from ._meaning import scattered
 from ._move import local_view, pack_gradient, pack_shard, unpack_whole, whole_view
@@ -193,11 +194,11 @@ class Planned:
         compute = self.prepared.ops[self.prepared.compute[event]]
         assert isinstance(compute, Compute)
         found = []
-        for region, array in zip(compute.reads, use.arrays, strict=True):
+        for region, array, weight in zip(compute.reads, use.arrays, use.weights, strict=True):
             if self.schedule.buffers[region.buffer].kind == "shard":
                 found.append(self.backend.detach(array._value))
             else:
-                found.append(whole_view(self._flat(region), array.layout.over_data, self.coordinate))
+                found.append(whole_view(self._flat(region), self._gather(weight), self.coordinate))
         return found
 
     def _array(self, weight: int) -> Any:
@@ -209,6 +210,9 @@ class Planned:
         if weight not in self.rows:
             self.rows[weight] = functools.reduce(lambda array, row: array[row], record.rows, self.arrays[record.origin])
         return self.rows[weight]
+
+    def _gather(self, weight: int) -> Gather:
+        return self._array(weight).layout.gather(self.schedule.program.weights[weight].gather_axes)
 
     def _shard(self, region: Region) -> Tensor:
         weight = self.schedule.buffers[region.buffer].weight
@@ -238,7 +242,7 @@ class Planned:
         if self.schedule.buffers[op.region.buffer].kind == "gradient":
             delivered = self.buffers[op.region.buffer]
         else:
-            delivered = local_view(self._flat(op.region), self._array(op.weight).layout.over_data, self.coordinate)
+            delivered = local_view(self._flat(op.region), self._gather(op.weight), self.coordinate)
         self.session.gradients[op.weight] = delivered
 
     # --- ops --------------------------------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class Planned:
         message, start = self._flat(op.writes[0]), 0
         for weight, region in zip(op.weights, op.reads, strict=True):
             stop = start + self.schedule.program.weights[weight].block_numel
-            pack_shard(self.backend, message[start:stop], self._shard(region), self._array(weight).layout.over_data)
+            pack_shard(self.backend, message[start:stop], self._shard(region), self._gather(weight))
             start = stop
 
     def _parts(self, op: Local, message: Tensor) -> list[Tensor]:
@@ -274,13 +278,13 @@ class Planned:
     def _unpack_wholes(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.reads[0]))
         for weight, part, region in zip(op.weights, parts, op.writes, strict=True):
-            unpack_whole(self.backend, self._flat(region), part, self._array(weight).layout.over_data)
+            unpack_whole(self.backend, self._flat(region), part, self._gather(weight))
 
     def _pack_gradients(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.writes[0]))
         for weight, part, region in zip(op.weights, parts, op.reads, strict=True):
             gradient = self.backend.detach(self.buffers[region.buffer])
-            pack_gradient(self.backend, part, gradient, self._array(weight).layout.over_data, op.divisor)
+            pack_gradient(self.backend, part, gradient, self._gather(weight), op.divisor)
 
     def _accumulate(self, op: Local) -> None:
         if op.weights:
@@ -313,12 +317,10 @@ class Planned:
             buffer = self.schedule.buffers[source.buffer]
             if buffer.kind == "shard":
                 assert buffer.weight is not None
-                pack_shard(
-                    self.backend, self._flat(target), self._shard(source), self._array(buffer.weight).layout.over_data
-                )
+                pack_shard(self.backend, self._flat(target), self._shard(source), self._gather(buffer.weight))
             elif buffer.kind == "gradient":
                 assert buffer.weight is not None
-                gather = self._array(buffer.weight).layout.over_data
+                gather = self._gather(buffer.weight)
                 gradient = self.backend.detach(self.buffers[source.buffer])
                 pack_gradient(self.backend, self._flat(target).reshape((1, -1)), gradient, gather)
             else:

@@ -69,8 +69,18 @@ class Layout:
         return index
 
     def gather(self, axes: tuple[str, ...]) -> Gather:
-        """Returns how blocks are put together over `axes`, the minor ones of each dim (see `misplaced`)."""
-        return Gather(self, self.mesh.sort(set(axes) & set(self.spec.axes)))
+        """Returns how blocks are put together over `axes`, the minor ones of each dim (see `misplaced`).
+
+        The same axes give the same object again, so that its arithmetic is done once.
+        """
+        found = self._gathers.get(axes)
+        if found is None:
+            found = self._gathers[axes] = Gather(self, self.mesh.sort(set(axes) & set(self.spec.axes)))
+        return found
+
+    @cached_property
+    def _gathers(self) -> dict[tuple[str, ...], Gather]:
+        return {}
 
     def misplaced(self, axes: tuple[str, ...]) -> int | None:
         """Returns the first dim that one of `axes` cuts outside of an axis that stays: it cannot be gathered alone."""
@@ -89,11 +99,6 @@ class Layout:
     def reduce_axes(self) -> tuple[str, ...]:
         """The data axes that do not cut the array, in mesh order."""
         return self.mesh.sort(set(self.mesh.data_axes) - set(self.spec.axes))
-
-    @cached_property
-    def over_data(self) -> Gather:
-        """How blocks are put together over all data axes."""
-        return self.gather(self.gather_axes)
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ class Weight:
         reduce_dtype: dtype in which its gradient is reduced.
         accum_dtype: dtype in which gradients of several uses and backwards are added up, and in which the gradient is
             delivered.
-        gather_axes: data axes that cut it, in mesh order; the blocks are gathered, and its gradient
-            reduce-scattered, over these.
+        gather_axes: data axes that cut it and over which its unit gathers, in mesh order; the blocks are gathered, and
+            its gradient reduce-scattered, over these.
         num_shards: ranks along `gather_axes`.
-        reduce_axes: the other data axes; its gradient is all-reduced over these.
+        reduce_axes: data axes that do not cut it; its gradient is all-reduced over these.
         num_replicas: ranks along `reduce_axes`.
         divisor: the reduced gradient is divided by it (1 for a sum).
         even: no block is padded.

@@ -16,7 +16,7 @@ from ._agree import Control, control
 from ._array import ShardedArray, describe
 from ._comm import finish_block, gather_whole, scatter_whole
 from ._eager import Eager
-from ._layout import Layout
+from ._layout import Gather
 from ._mesh import Mesh
 from ._move import block_numel
 from ._numerics import Numerics
@@ -83,7 +83,7 @@ class Driver(Protocol):
 
 @lru_cache(maxsize=65536)
 def weight_record(
-    layout: Layout,
+    gather: Gather,
     shard_dtype: str,
     numerics: Numerics,
     num_backwards: int,
@@ -92,10 +92,9 @@ def weight_record(
     rows: tuple[int, ...],
     name: str,
 ) -> Weight:
-    """Returns the planner's view of one array; equal arguments give the same object."""
-    dtype = numerics.param_dtype or shard_dtype
+    """Returns the planner's view of one array that is gathered so; equal arguments give the same object."""
+    dtype, layout = numerics.param_dtype or shard_dtype, gather.layout
     num_terms = layout.mesh.axis_size(layout.mesh.data_axes) * num_backwards
-    gather = layout.over_data
     return Weight(
         name=name,
         block_numel=block_numel(gather),
@@ -103,7 +102,7 @@ def weight_record(
         shard_dtype=shard_dtype,
         reduce_dtype=numerics.reduce_dtype or dtype,
         accum_dtype=numerics.accum_dtype or shard_dtype,
-        gather_axes=layout.gather_axes,
+        gather_axes=gather.axes,
         num_shards=gather.num_blocks,
         reduce_axes=layout.reduce_axes,
         num_replicas=layout.mesh.axis_size(layout.reduce_axes),
@@ -183,7 +182,7 @@ class Session:
         gradients: reduced gradients by weight index, written by the driver.
         accumulated: whole gradients of which further uses are to come.
         carried: scattered gradients to which those of a later backward are to be added.
-        arrays: the array of each weight.
+        arrays: the array of each weight, and `gathers` how its shards are put together.
         plan: the program that the step is expected to run, for as long as it does.
         names: the path of each argument, by `Weight.origin`.
         paths: that of arrays which are no arguments of a step, by the id of their owner.
@@ -202,6 +201,7 @@ class Session:
         self.review: Callable[[Program], None] = lambda program: None
         self.weights: list[Weight] = []
         self.arrays: list[ShardedArray] = []
+        self.gathers: list[Gather] = []
         self.units: list[Unit] = []
         self.events: list[Event] = []
         self.gradients: dict[int, Tensor] = {}
@@ -221,9 +221,9 @@ class Session:
         return Program(tuple(self.weights), tuple(self.units), tuple(self.events))
 
     # --- naming -----------------------------------------------------------------------------------------------------
-    def use(self, name: str, arrays: Sequence[ShardedArray], run: Any) -> Use:
-        """Returns a use of the unit that `name` and its arrays make, numbering what is new."""
-        weights = tuple(self._weight(array, run) for array in arrays)
+    def use(self, name: str, arrays: Sequence[ShardedArray], run: Any, axes: tuple[str, ...]) -> Use:
+        """Returns a use of the unit that `name` and its arrays make, gathered over `axes`, numbering what is new."""
+        weights = tuple(self._weight(array, run, axes) for array in arrays)
         key = (name, weights)
         unit = self._unit_index.get(key)
         if unit is None:
@@ -233,7 +233,7 @@ class Session:
             self._unit_uses.append(0)
         return Use(self, run, arrays, unit, weights)
 
-    def _weight(self, array: ShardedArray, run: Any) -> int:
+    def _weight(self, array: ShardedArray, run: Any, axes: tuple[str, ...]) -> int:
         # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.
         root, rows = array._root()
         source = root._origin if root._origin is not None else id(root._owner)
@@ -241,6 +241,7 @@ class Session:
         index = self._weight_index.get(key)
         if index is None:
             index = self._weight_index[key] = len(self.weights)
+            self.gathers.append(array.layout.gather(axes))
             self.weights.append(self._record(array, run, index))
             self.arrays.append(array)
         if run is not None:
@@ -257,7 +258,9 @@ class Session:
             numerics = Numerics(reduce_op=numerics.reduce_op)
         name = name or f"array {index} {describe(array)}"
         trainable = run is not None and array._tracker is run
-        return weight_record(array.layout, shard_dtype, numerics, num_backwards, trainable, root._origin, rows, name)
+        return weight_record(
+            self.gathers[index], shard_dtype, numerics, num_backwards, trainable, root._origin, rows, name
+        )
 
     def new_run(self) -> int:
         """Returns the number of the next differentiation."""
@@ -345,12 +348,11 @@ class Session:
         local = self.backend.detach(array._value)
         if record.num_shards == 1 and record.dtype == record.shard_dtype:
             return local
-        return gather_whole(local, array.layout.over_data, "gather", record.dtype)
+        return gather_whole(local, self.gathers[weight], "gather", record.dtype)
 
     def zeros(self, weight: int) -> Tensor:
         """Returns a zero gradient of a whole weight, which autograd did not reach."""
-        gather = self.arrays[weight].layout.over_data
-        shape = gather.whole_shape(self.mesh.coordinate)
+        shape = self.gathers[weight].whole_shape(self.mesh.coordinate)
         device = self.backend.device_of(self.arrays[weight]._value)
         return self.backend.empty(shape, self.weights[weight].dtype, device, zero=True)
 
@@ -359,7 +361,7 @@ class Session:
 
         Communication: a reduce-scatter over `gather_axes`.
         """
-        record, gather = self.weights[weight], self.arrays[weight].layout.over_data
+        record, gather = self.weights[weight], self.gathers[weight]
         return scatter_whole(gradient, gather, "reduce_scatter", record.reduce_dtype, record.divisor)
 
     def finish(self, weight: int, block: Tensor) -> Tensor:
@@ -367,5 +369,5 @@ class Session:
 
         Communication: an all-reduce over `reduce_axes`.
         """
-        w, gather = self.weights[weight], self.arrays[weight].layout.over_data
+        w, gather = self.weights[weight], self.gathers[weight]
         return finish_block(block, gather, w.reduce_axes, "all_reduce", w.reduce_dtype, w.divisor, w.accum_dtype)

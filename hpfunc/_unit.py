@@ -11,21 +11,25 @@ import optree
 
 from . import backends
 from ._array import ShardedArray, check_gatherable, describe, is_sharded
-from ._errors import LeafError, UsageError, message
+from ._errors import LeafError, MeshError, UsageError, message
 from ._grad import Run, current_run
+from ._mesh import AxisNames, as_axes
 from ._numerics import Numerics
-from ._run import Session, current_session
+from ._run import Session, Use, current_session
 from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
 from .backends import Backend
 
 Tensor = Any
 Names = Callable[[], list[str]]
+Axes = tuple[str, ...]
 _NAME = "hpfunc.unit"
 _computing: ContextVar[str | None] = ContextVar("hpfunc_unit", default=None)
 
 
-def unit(fn: Callable[..., Any], *, name: str | None = None, remat: bool = False) -> Callable[..., Any]:
+def unit(
+    fn: Callable[..., Any], *, name: str | None = None, remat: bool = False, axes: AxisNames | None = None
+) -> Callable[..., Any]:
     """Returns `fn` as a unit of sharding: its weights are gathered together, used, and dropped.
 
     ``fn(weights, *args, **kwargs)`` sees whole tensors in the place of the `ShardedArray` leaves of its first argument.
@@ -38,15 +42,21 @@ def unit(fn: Callable[..., Any], *, name: str | None = None, remat: bool = False
         remat: keep only the tensors among ``args`` from forward to backward, and run `fn` again in backward. It sees
             the same random numbers. The weights that are gathered for backward anyway serve that run too, and no bit
             of the result changes.
+        axes: gather its weights over these data axes only; default: all of them. A weight that another data axis cuts
+            stays cut by it inside of the unit, and its gradient is not reduced over that axis: `fn` has brought the
+            data of these ranks to it (`all_to_all`). The mean still divides by the ranks along all data axes. That is
+            expert parallelism: ranks along ``"ep"`` have data of their own, and experts of their own.
 
     Raises:
         LeafError: the first argument has plain tensors, or another one has sharded arrays.
-        UsageError: a weight escapes or is written to, or the unit runs inside of another one or under reentrant
-            checkpointing, or, with `remat`, something else than `value_and_grad` differentiates it.
-        SpecError: an array cannot be gathered over the data axes alone.
+        UsageError: a weight escapes or is written to, or two units gather it over different `axes`, or the unit runs
+            inside of another one or under reentrant checkpointing, or, with `remat`, something else than
+            `value_and_grad` differentiates it.
+        SpecError: an array cannot be gathered over these axes alone.
+        MeshError: one of `axes` is no data axis.
 
-    Communication: an all-gather over the data axes that cut the weights, again in backward; there also their reduction.
-        With `remat` also the collectives that `fn` calls, again in backward.
+    Communication: an all-gather over those of `axes` that cut the weights, again in backward; there also their
+        reduction. With `remat` also the collectives that `fn` calls, again in backward.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -55,6 +65,7 @@ def unit(fn: Callable[..., Any], *, name: str | None = None, remat: bool = False
     tensor([[1., 1.]])
     """
     label = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
+    given = None if axes is None else as_axes(axes)
 
     @functools.wraps(fn)
     def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +86,12 @@ def unit(fn: Callable[..., Any], *, name: str | None = None, remat: bool = False
             finally:
                 _computing.reset(token)
 
-        return _call(label, body, arrays, lambda: _names_of(params, places), remat, args, kwargs)
+        def names() -> list[str]:
+            every = paths(params, "params", is_sharded)
+            return [every[i] for i in places]
+
+        over = arrays[0].mesh.data_axes if given is None else _check_axes(given, arrays, names)
+        return _call(label, body, arrays, over, names, remat, args, kwargs)
 
     return call
 
@@ -94,15 +110,24 @@ def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[Shar
         raise LeafError(message(_NAME, f"{label!r} gets sharded arrays beside its weights", others, hint=hint))
 
 
-def _names_of(params: Any, places: Sequence[int]) -> list[str]:
-    every = paths(params, "params", is_sharded)
-    return [every[i] for i in places]
+def _check_axes(axes: Axes, arrays: Sequence[ShardedArray], names: Names) -> Axes:
+    mesh = arrays[0].mesh
+    mesh.check_axes(_NAME, axes)
+    others = [axis for axis in axes if axis not in mesh.data_axes]
+    if others:
+        rule = f"axes={axes}, but {others[0]!r} is no data axis: gradients would not be reduced over it"
+        hint = f"the data axes are {mesh.data_axes}; for other axes use hpfunc.all_gather and hpfunc.psum_scatter"
+        raise MeshError(message(_NAME, rule, mesh=mesh, hint=hint))
+    if any(array.layout.misplaced(axes) is not None for array in arrays):
+        check_gatherable(_NAME, list(zip(names(), arrays, strict=True)), axes)
+    return axes
 
 
 def _call(
     label: str,
     body: Callable[..., Any],
     arrays: Sequence[ShardedArray],
+    axes: Axes,
     names: Names,
     remat: bool,
     args: Any,
@@ -119,20 +144,20 @@ def _call(
             hint = "make the unit without remat for it; there its weights are kept from forward to backward"
             rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
             raise UsageError(message(_NAME, rule, hint=hint))
-        return body([unshard_array(_NAME, a) for a in arrays], *args, **kwargs)  # the leaf form
+        return body([unshard_array(_NAME, a, axes) for a in arrays], *args, **kwargs)  # the leaf form
     if (outer := _computing.get()) is not None:  # its events would lie inside of the other's, which no plan can follow
         hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
         raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
     if run is not None:
         body = _casting(body, run.numerics, backend)
     if run is None or run.state == "done":
-        return _forward_only(label, body, arrays, names, args, kwargs)
+        return _forward_only(label, body, arrays, axes, names, args, kwargs)
     if run.state == "backward":
-        return _recompute(label, body, arrays, run, remat, args, kwargs)
+        return _recompute(label, body, arrays, axes, run, remat, args, kwargs)
     if not run.tape.is_grad_enabled():
         run.tape.refuse_reentrant()
-        return _forward_only(label, body, arrays, names, args, kwargs)
-    use = run.session.use(label, arrays, run)
+        return _forward_only(label, body, arrays, axes, names, args, kwargs)
+    use = _use(run.session, label, arrays, run, axes)
     use.remat = remat
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
@@ -157,16 +182,36 @@ def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> 
     return call if numerics.cast_inputs or numerics.output_dtype is not None else body
 
 
+def _use(session: Session, label: str, arrays: Sequence[ShardedArray], run: Run | None, axes: Axes) -> Use:
+    use = session.use(label, arrays, run, axes)
+    pairs = [(w, session.gathers[w], a.layout.gather(axes)) for w, a in zip(use.weights, arrays, strict=True)]
+    bad = [
+        f"{session.weights[w].name}: spec {wanted.layout.spec}, over {known.axes} and {wanted.axes}"
+        for w, known, wanted in pairs
+        if known is not wanted and known.axes != wanted.axes
+    ]
+    if bad:
+        rule, hint = "an array is gathered over different axes", "give all units that use it the same axes"
+        raise UsageError(message(_NAME, rule, bad, mesh=session.mesh, hint=hint))
+    return use
+
+
 def _forward_only(
-    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], names: Names, args: Any, kwargs: Any
+    label: str,
+    body: Callable[..., Any],
+    arrays: Sequence[ShardedArray],
+    axes: Axes,
+    names: Names,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     owned = current_session()
     session = owned or Session(arrays[0].mesh)
     try:
         if owned is None:  # the arguments of a step have names already
             session.paths |= {id(array._owner): name for name, array in zip(names(), arrays, strict=True)}
-        check_gatherable(_NAME, [(session.paths.get(id(a._owner), label), a) for a in arrays])
-        use = session.use(label, arrays, None)
+        check_gatherable(_NAME, [(session.paths.get(id(a._owner), label), a) for a in arrays], axes)
+        use = _use(session, label, arrays, None, axes)
         wholes = use.before_forward()
         outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
         use.after_forward()
@@ -178,10 +223,17 @@ def _forward_only(
 
 
 def _recompute(
-    label: str, body: Callable[..., Any], arrays: Sequence[ShardedArray], run: Run, remat: bool, args: Any, kwargs: Any
+    label: str,
+    body: Callable[..., Any],
+    arrays: Sequence[ShardedArray],
+    axes: Axes,
+    run: Run,
+    remat: bool,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     # Activation checkpointing calls the unit again, before its backward begins.
     run.tape.refuse_reentrant()
-    use = run.session.use(label, arrays, run if run.tape.is_grad_enabled() else None)
+    use = _use(run.session, label, arrays, run if run.tape.is_grad_enabled() else None, axes)
     use.number, use.remat = run.repeated(use.unit), remat
     return run.tape.recompute_unit(body, use, *args, **kwargs)

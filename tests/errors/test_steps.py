@@ -150,6 +150,41 @@ def a_data_axis_outside_of_one_that_stays(rank: int) -> Any:
     return lambda: hp.value_and_grad(hp.unit(lambda p: p["w"].sum()))(kept), kept
 
 
+P_SHARD = hp.P("shard")
+
+
+def unit_over(axes: Any, spec: hp.P = P_SHARD) -> Any:
+    """The refusal of a unit over `axes`, on a mesh whose "ep" is a data axis and whose "tp" is none."""
+    from tests.ranks import mesh_of
+
+    cut = mesh_of((1, 2, 1), ("ep", "shard", "tp"), ("ep", "shard"))
+    kept = hp.shard({"up": torch.ones(4, 4), "down": torch.ones(4, 4)}, cut, {"up": spec, "down": hp.P("ep", "shard")})
+
+    def loss(p: Any) -> Tensor:
+        total = torch.zeros(())
+        for over in axes if isinstance(axes, list) else [axes]:
+            total = total + hp.unit(lambda p: p["up"].sum() + p["down"].sum(), axes=over)(p)
+        return total
+
+    return lambda: hp.value_and_grad(loss)(kept), kept
+
+
+def a_unit_over_an_axis_without_data(rank: int) -> Any:
+    return unit_over(("shard", "tp"))
+
+
+def a_unit_over_an_unknown_axis(rank: int) -> Any:
+    return unit_over("shrad")
+
+
+def an_axis_of_a_unit_outside_of_one_that_stays(rank: int) -> Any:
+    return unit_over("shard", hp.P(("shard", "ep")))
+
+
+def one_array_over_different_axes(rank: int) -> Any:
+    return unit_over([None, "shard"], hp.P(("ep", "shard")))
+
+
 # --- value_and_grad -------------------------------------------------------------------------------------------------
 def reducing_in_the_loss(reduce: Callable[..., Any]) -> Any:
     inner = total_loss(linear)
@@ -368,7 +403,7 @@ def one_rank_donates_what_is_gone(rank: int) -> Any:
     return lambda: step(gone if rank == 1 else kept, x()), None
 
 
-HELPERS = ("linear", "total_loss", "x", "differentiating", "reducing_in_the_loss", "descend")
+HELPERS = ("linear", "unit_over", "total_loss", "x", "differentiating", "reducing_in_the_loss", "descend")
 CASES: dict[str, Any] = {
     name: value
     for name, value in list(globals().items())
