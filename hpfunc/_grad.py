@@ -13,6 +13,7 @@ import optree
 
 from ._array import ShardedArray, check_gatherable, describe, is_sharded
 from ._comm import comm
+from ._debug import compare_gradients
 from ._errors import LeafError, SpecError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
@@ -378,16 +379,15 @@ class Differentiation:
         if run.carry:
             return loss, aux, None
         gradients = [run.gradient(leaf, place) for place, leaf in enumerate(tracked)]
+        compare_gradients(session, tracked, gradients)
         return loss, aux, unflatten(treedef, gradients)
 
 
 def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
-    if not has_aux:
-        return result, None
-    if not isinstance(result, tuple) or len(result) != 2:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         rule = f"with has_aux the function returns a pair (loss, aux), got {type(result).__name__}"
-        raise LeafError(message("hpfunc.value_and_grad", rule))
-    return result
+        raise LeafError(message(_NAME, rule))
+    return result if has_aux else (result, None)
 
 
 def _untrack(session: Session, tree: Any) -> Any:

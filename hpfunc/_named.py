@@ -16,6 +16,7 @@ import optree
 
 from . import backends
 from ._comm import Comm, comm
+from ._debug import compared
 from ._errors import LeafError, MeshError, UsageError, message
 from ._mesh import AxisNames, Mesh
 from ._pin import pinned, refusing_together
@@ -57,10 +58,6 @@ def _pinned(kind: str, channel: Comm, work: Map) -> Map:
     return pinned(kind, channel.axes, channel.mesh, work)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor[...]
-
-
 def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     """Returns the sum of `x` over ranks along an axis. Its transpose is `pvary`.
 
@@ -83,7 +80,8 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
 
     def maps(channel: Comm, t: Tensor) -> Maps:
         _refuse_in_mean("hpfunc.psum", channel, t)
-        return _pinned("psum", channel, channel.all_reduce), _same
+        transpose = compared("hpfunc.psum", "cotangent", channel.mesh, channel.axes)
+        return _pinned("psum", channel, channel.all_reduce), transpose
 
     return _apply("hpfunc.psum", x, axis_name, mesh, maps)
 
@@ -102,7 +100,8 @@ def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
 
     def maps(channel: Comm, t: Tensor) -> Maps:
         _refuse_in_mean("hpfunc.pvary", channel, t)
-        return _same, _pinned("psum", channel, channel.all_reduce)
+        mark = compared("hpfunc.pvary", "argument", channel.mesh, channel.axes)
+        return mark, _pinned("psum", channel, channel.all_reduce)
 
     return _apply("hpfunc.pvary", x, axis_name, mesh, maps)
 

@@ -183,17 +183,18 @@ class Session:
         accumulated: whole gradients of which further uses are to come.
         carried: scattered gradients to which those of a later backward are to be added.
         arrays: the array of each weight, and `gathers` how its shards are put together.
+        debug: compare values that must be the same on several ranks; see `_debug`.
         plan: the program that the step is expected to run, for as long as it does.
         names: the path of each argument, by `Weight.origin`.
         paths: that of arrays which are no arguments of a step, by the id of their owner.
         review: called with the program so far when a backward has ended that no plan led; may refuse it.
     """
 
-    def __init__(self, mesh: Mesh, *, is_abstract: bool = False) -> None:
+    def __init__(self, mesh: Mesh, *, is_abstract: bool = False, debug: bool = False) -> None:
         self.mesh = mesh
         self.backend = backends.get(mesh.framework)
         self.control: Control = control(mesh)
-        self.is_abstract = is_abstract
+        self.is_abstract, self.debug = is_abstract, debug
         self.driver: Driver = Eager(self)
         self.plan: Program | None = None
         self.names: dict[int, str] = {}
@@ -250,17 +251,21 @@ class Session:
 
     def _record(self, array: ShardedArray, run: Any, index: int) -> Weight:
         root, rows = array._root()
-        name = self.paths.get(id(root._owner)) if root._origin is None else self.names.get(root._origin)
-        name = name + "".join(f"[{row}]" for row in rows) if name else self.paths.get(id(array._owner))
         numerics, num_backwards = (Numerics(), 1) if run is None else (run.numerics, run.backwards.count)
         shard_dtype = self.backend.dtype_name(array._value)
         if not self.backend.is_floating(shard_dtype):
             numerics = Numerics(reduce_op=numerics.reduce_op)
-        name = name or f"array {index} {describe(array)}"
+        name = self.name_of(array) or f"array {index} {describe(array)}"
         trainable = run is not None and array._tracker is run
         return weight_record(
             self.gathers[index], shard_dtype, numerics, num_backwards, trainable, root._origin, rows, name
         )
+
+    def name_of(self, array: ShardedArray) -> str:
+        """Returns the path of an array, "" if none is known."""
+        root, rows = array._root()
+        name = self.paths.get(id(root._owner)) if root._origin is None else self.names.get(root._origin)
+        return name + "".join(f"[{row}]" for row in rows) if name else self.paths.get(id(array._owner), "")
 
     def new_run(self) -> int:
         """Returns the number of the next differentiation."""

@@ -235,6 +235,10 @@ class Memory(Protocol):
         """Returns the tensor, or a counted copy of it that is contiguous."""
         ...
 
+    def digest(self, tensor: Tensor) -> int:
+        """Returns a number of 56 bits that depends on all bits of the elements, in order, and on nothing else."""
+        ...
+
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:
         """Writes ``source / divisor`` into `target`, cast; counts the bytes."""
         ...

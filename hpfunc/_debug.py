@@ -1,0 +1,123 @@
+"""What ``sharded(..., debug=True)`` compares: values that must have the same bits on all ranks along an axis.
+
+# Note [Cotangent hashes]
+The result of a `psum` is the same on all ranks along its axes, and so is what `pvary` takes. Then their cotangents must
+be the same, too; else some use of the value differed between these ranks without a `pvary`, or a hand-written backward
+is wrong, and the gradients before it would quietly be those of one rank. The same holds for an array that several ranks
+hold alike along an axis without data: nothing reduces its gradient there. Ranks exchange digests over the whole mesh,
+so that all of them end with the same words. An error that is the same on all ranks, a wrong factor say, has no such
+trace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ._agree import control
+from ._array import describe, is_sharded
+from ._errors import UsageError, message
+from ._mesh import Mesh
+from ._pin import pinned
+from ._program import COMPUTES
+from ._run import Session, current_session
+
+Tensor = Any
+Axes = tuple[str, ...]
+Groups = list[tuple[int, ...]]
+
+_RULES = {
+    "cotangent": "the cotangent of its result differs between ranks along",
+    "argument": "its argument differs between ranks along",
+}
+_HINTS = {
+    "cotangent": "the fault is in what was computed from it, which must be the same on these ranks: put hpfunc.pvary "
+    "before a use that differs (beside a weight that these axes cut, say), and look at hand-written backwards",
+    "argument": "pvary takes what is the same on these ranks: leave it out, or hpfunc.psum the argument first",
+}
+
+
+def same(tensor: Tensor) -> Tensor:
+    """Returns the tensor as a new one, over the same memory."""
+    return tensor[...]
+
+
+def compared(
+    function: str, what: Literal["cotangent", "argument"], mesh: Mesh, axes: Axes
+) -> Callable[[Tensor], Tensor]:
+    """Returns the identity; in a step with ``debug=True`` one that compares its argument along `axes`.
+
+    It raises UsageError, on all ranks, if bits differ.
+
+    Communication: with ``debug=True`` 8 bytes from each rank.
+    """
+    session = current_session()
+    if session is None or not session.debug:
+        return same
+
+    def compare(tensor: Tensor) -> Tensor:
+        groups = _differing(session, [(tensor, axes)])[0]
+        if groups:
+            leaves = [f"shape {tuple(tensor.shape)}, {session.backend.dtype_name(tensor)}: {_spell(groups)}"]
+            leaves += [f"last unit before it: {event}" for event in _last_event(session)]
+            rule = f"{_RULES[what]} {axes}"
+            raise UsageError(message(function, rule, leaves, mesh=mesh, hint=_HINTS[what]))
+        return same(tensor)
+
+    return pinned(f"compare {what} of {function.removeprefix('hpfunc.')}", axes, mesh, compare)
+
+
+def compare_gradients(session: Session, leaves: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """With ``debug=True`` compares the gradients of arrays along the axes without data that do not cut them.
+
+    Raises:
+        UsageError: some differ; on all ranks, naming every one of them.
+
+    Communication: 8 bytes for each gradient from each rank.
+    """
+    if not session.debug:
+        return
+    mesh = session.mesh
+    named = [(session.name_of(x), g) for x, g in zip(leaves, gradients, strict=True) if is_sharded(g)]
+    free = [mesh.sort(set(mesh.axis_names) - set(mesh.data_axes) - set(a.spec.axes)) for _, a in named]
+    items = [(n, a, axes) for (n, a), axes in zip(named, free, strict=True) if mesh.axis_size(axes) > 1]
+    if not items:
+        return
+    session.pin(f"compare {len(items)} gradients along axes without data")
+    differing = _differing(session, [(array._value, axes) for _, array, axes in items])
+    bad = [
+        f"{name}: {describe(array)}, along {axes}: {_spell(groups)}"
+        for (name, array, axes), groups in zip(items, differing, strict=True)
+        if groups
+    ]
+    if bad:
+        rule = "the gradient of an array differs between ranks that hold the same part of it"
+        hint = "hpfunc.pvary the weight before a use that differs between these ranks, so that its gradient is summed"
+        raise UsageError(message("hpfunc.value_and_grad", rule, bad, mesh=mesh, hint=hint))
+
+
+def _differing(session: Session, items: Sequence[tuple[Tensor, Axes]]) -> list[Groups]:
+    """Returns for each tensor the groups of ranks along its axes whose bits are not all the same."""
+    mesh, backend = session.mesh, session.backend
+    if session.is_abstract:
+        return [[] for _ in items]
+    digests = control(mesh).exchange("comparison of debug=True", [backend.digest(tensor) for tensor, _ in items])
+    found = []
+    for i, (_, axes) in enumerate(items):
+        groups: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for rank, place, numbers in zip(mesh.ranks, mesh.coordinates(), digests, strict=True):
+            key = tuple(index for axis, index in place.items() if axis not in axes)
+            groups[key].append((rank, numbers[i]))
+        differ = [group for group in groups.values() if len({digest for _, digest in group}) > 1]
+        found.append([tuple(rank for rank, _ in group) for group in differ])
+    return found
+
+
+def _spell(groups: Groups) -> str:
+    return "ranks " + ", ".join(map(str, groups))
+
+
+def _last_event(session: Session) -> list[str]:
+    events = [event for event in session.events if event.kind in COMPUTES]
+    return [session.program.describe(event) for event in events[-1:]]
