@@ -72,12 +72,16 @@ def loss_of(unit: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def train(rank: int, policy: hp.Policy | None, dtype: torch.dtype) -> tuple[list[torch.Tensor], set[tuple[str, ...]]]:
+def train(
+    rank: int, policy: hp.Policy | None, dtype: torch.dtype, mode: Any = None
+) -> tuple[list[torch.Tensor], set[tuple[str, ...]]]:
     """Returns the whole weights after some steps, a loss of these, and the axes of the all-reduces of the plan."""
     mesh = mesh_of((2, 2, 2), ("replicate", "ep", "shard"), ("replicate", "ep", "shard"))
     params = hp.shard(weights(dtype), mesh, [SPECS] * LAYERS)
     loss = loss_of(hp.unit(expert_layer, axes=("replicate", "shard")))
     run: Any = hp.value_and_grad(loss)
+    if mode is not None:
+        run = hp.accumulate(run, 2, mode=mode)
     if policy is not None:
         run = hp.sharded(run, mesh, policy=policy, debug=True)
     for step in range(STEPS):
@@ -111,9 +115,12 @@ def alone() -> list[torch.Tensor]:
 REPLICAS = {("replicate", "ep"), ("ep",), ("replicate", "ep", "shard"), ("replicate",), ("replicate", "shard")}
 
 
-@pytest.mark.parametrize("policy", [hp.Policy(), hp.Policy(prefetch=2, pack_below_bytes=0)])
-def test_experts_beside_dense_weights_in_one_unit(pool: Callable[[int], Pool], policy: hp.Policy) -> None:
-    eager, planned = (pool(8).run(train, p, torch.float32) for p in (None, policy))
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [(hp.Policy(), None), (hp.Policy(prefetch=2, pack_below_bytes=0), "scatter"), (hp.Policy(), "local")],
+)
+def test_experts_beside_dense_weights_in_one_unit(pool: Callable[[int], Pool], policy: hp.Policy, mode: Any) -> None:
+    eager, planned = (pool(8).run(train, p, torch.float32, mode) for p in (None, policy))
     for (got, axes), (want, _) in zip(planned, eager, strict=True):
         assert_same_bits(got, want)
         assert axes == REPLICAS
