@@ -12,7 +12,7 @@ import torch
 import hpfunc as hp
 from hpfunc import _probe
 from hpfunc._schedule import Compute
-from hpfunc.backends import _torch, get
+from hpfunc.backends import _torch, _torch_collectives, get
 from tests.models import P
 from tests.ranks import Pool, mesh_of
 from tests.test_execute import data, layers, local_leaves, step
@@ -156,8 +156,8 @@ def test_on_a_device_the_messages_of_a_launch_go_out_together(
 ) -> None:
     """``meta`` stands for a device here: what matters is that it is not the CPU."""
     calls: list[int] = []
-    monkeypatch.setattr(_torch, "_start_together", lambda collective, group, pairs: calls.append(len(pairs)))
-    monkeypatch.setattr(_torch, "_start", lambda *args, **kwargs: calls.append(1))
+    monkeypatch.setattr(_torch_collectives, "start_together", lambda collective, group, pairs: calls.append(len(pairs)))
+    monkeypatch.setattr(_torch_collectives, "start", lambda *args, **kwargs: calls.append(1))
     sends, receives = ([torch.empty(n, device=device) for _ in range(count)] for n in (4, 8))
     works = _torch.TorchBackend().launch(collective, TwoRanks(), sends, receives)
     assert calls == launches
@@ -170,9 +170,9 @@ def started_together(rank: int) -> list[bool]:
     group = get("torch").group(mesh.ranks, "user", "cpu", mesh.timeout_s)
     mine = [torch.full((n,), float(10 * rank + n)) for n in (2, 3)]
     gathered = [torch.zeros(2 * n) for n in (2, 3)]
-    _torch._start_together("all_gather", group, list(zip(mine, gathered, strict=True))).wait()
+    _torch_collectives.start_together("all_gather", group, list(zip(mine, gathered, strict=True))).wait()
     terms, sums = [torch.arange(2.0 * n) + rank for n in (2, 3)], [torch.zeros(n) for n in (2, 3)]
-    _torch._start_together("reduce_scatter", group, list(zip(terms, sums, strict=True))).wait()
+    _torch_collectives.start_together("reduce_scatter", group, list(zip(terms, sums, strict=True))).wait()
     wholes = [torch.cat([torch.full((n,), float(10 * r + n)) for r in range(2)]) for n in (2, 3)]
     totals = [(2 * torch.arange(2.0 * n) + 1)[n * rank : n * (rank + 1)] for n in (2, 3)]
     return [torch.equal(a, b) for a, b in zip(gathered + sums, wholes + totals, strict=True)]

@@ -292,7 +292,7 @@ class Communication(Protocol):
     def permute(
         self, group: Group, send: Tensor, receive: Tensor, target: int | None, source: int | None
     ) -> Sequence[Any]:
-        """Starts a send to and a receive from places of the group (None: nothing)."""
+        """Starts a send to and a receive from places of the group (None: nothing). All of its ranks call this."""
         ...
 
 

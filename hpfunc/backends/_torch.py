@@ -23,12 +23,9 @@ from torch.profiler import record_function
 
 from .._errors import MeshError, message
 from . import _torch_autograd as autograd
+from . import _torch_collectives as collectives
 from . import _torch_init as init
 from ._base import Collective, Counters, Poll, Purpose, World
-
-# The two have new names from 2.13 on, and warn under the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 POLL_S = 0.5
 
@@ -213,7 +210,7 @@ class TorchBackend:
     def exchange(self, group: Any, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
         send = torch.tensor(numbers, dtype=torch.int64)
         receive = torch.empty(group.size() * len(numbers), dtype=torch.int64)
-        work = _all_gather(receive, send, group=group, async_op=True)
+        work = collectives.all_gather(receive, send, group=group, async_op=True)
         self.streams("cpu").wait(_HostPending(label, [work]), poll)
         return receive.view(group.size(), -1).tolist()
 
@@ -312,8 +309,8 @@ class TorchBackend:
             share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}
             self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
         if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
-            return [_start_together(collective, group, pairs)]
-        return [_start(collective, group, send, receive, async_op=True) for send, receive in pairs]
+            return [collectives.start_together(collective, group, pairs)]
+        return [collectives.start(collective, group, send, receive, async_op=True) for send, receive in pairs]
 
     def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
         self.counters.count("broadcast", tensor.nbytes)
@@ -322,14 +319,8 @@ class TorchBackend:
     def permute(
         self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None
     ) -> list[Any]:
-        ranks = dist.get_process_group_ranks(group)
-        ops = []
-        if target is not None:
-            ops.append(dist.P2POp(dist.isend, send, ranks[target], group))
-            self.counters.count("permute", send.nbytes)
-        if source is not None:
-            ops.append(dist.P2POp(dist.irecv, receive, ranks[source], group))
-        return dist.batch_isend_irecv(ops) if ops else []
+        self.counters.count("permute", 0 if target is None else send.nbytes)
+        return collectives.permute(group, send, receive, target, source)
 
     # --- differentiation -------------------------------------------------------------------------------------------
     def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
@@ -364,24 +355,6 @@ class TorchBackend:
 
     def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], init.Keep]) -> Any:
         return init.deferred(init_fn, prepare)
-
-
-def _start_together(collective: str, group: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    with dist._coalescing_manager(group=group, async_ops=True) as grouped:
-        for send, receive in pairs:
-            _start(collective, group, send, receive, async_op=False)
-    return grouped
-
-
-def _start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
-    if collective == "all_gather":
-        return _all_gather(receive, send, group=group, async_op=async_op)
-    if collective == "reduce_scatter":
-        return _reduce_scatter(receive, send, group=group, async_op=async_op)
-    if collective == "all_to_all":
-        return dist.all_to_all_single(receive, send, group=group, async_op=async_op)
-    assert send.data_ptr() == receive.data_ptr(), f"{collective} is in place"
-    return dist.all_reduce(send, group=group, async_op=async_op)
 
 
 def _store() -> dist.Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,24 @@ def test_collectives_are_those_of_numpy(call: Any, dtype: torch.dtype, seed: int
         want = expected(kind, as_numpy(xs), grid, rank, axes, options)
         assert_same(got, torch.from_numpy(np.array(want)).to(dtype))
         assert_same(leaf, got)
+
+
+def waiting(rank: int) -> torch.Tensor:
+    def step_fn(x: torch.Tensor, late: bool) -> torch.Tensor:
+        if late:
+            time.sleep(1.5)
+        return hp.ppermute(x, "shard", [(0, 1), (1, 0)])
+
+    step = hp.sharded(step_fn, mesh_of((2,), ("shard",)))
+    x = torch.full((3,), float(rank))
+    step(x, False)
+    return step(x, rank == 1)  # by its plan, where ranks do not meet to compare before
+
+
+def test_a_permutation_waits_for_a_slow_rank(pool: Any) -> None:
+    first, second = pool(2).run(waiting)
+    assert torch.equal(first, torch.ones(3))
+    assert torch.equal(second, torch.zeros(3))
 
 
 # --- backward -------------------------------------------------------------------------------------------------------

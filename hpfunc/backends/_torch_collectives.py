@@ -1,0 +1,57 @@
+"""torch's collectives, as they are called and as they may be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The two have new names from 2.13 on, and warn under the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
+    """Starts one collective into a given output; an all-reduce is in place."""
+    if collective == "all_gather":
+        return all_gather(receive, send, group=group, async_op=async_op)
+    if collective == "reduce_scatter":
+        return reduce_scatter(receive, send, group=group, async_op=async_op)
+    if collective == "all_to_all":
+        return dist.all_to_all_single(receive, send, group=group, async_op=async_op)
+    assert send.data_ptr() == receive.data_ptr(), f"{collective} is in place"
+    return dist.all_reduce(send, group=group, async_op=async_op)
+
+
+def start_together(collective: str, group: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Starts several collectives of one kind in one launch; each pair is what is sent and where it is received."""
+    with dist._coalescing_manager(group=group, async_ops=True) as grouped:
+        for send, receive in pairs:
+            start(collective, group, send, receive, async_op=False)
+    return grouped
+
+
+def permute(group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None) -> list[Any]:
+    """Starts a send to and a receive from places of the group; all of its ranks call this."""
+    if send.device.type == "cpu":
+        return _permute_on_host(group, send, receive, target, source)
+    ranks = dist.get_process_group_ranks(group)
+    sends = [dist.P2POp(dist.isend, send, ranks[target], group)] if target is not None else []
+    receives = [dist.P2POp(dist.irecv, receive, ranks[source], group)] if source is not None else []
+    return dist.batch_isend_irecv(sends + receives) if sends or receives else []
+
+
+def _permute_on_host(
+    group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None
+) -> list[Any]:
+    # As an all-to-all in which most parts are empty: the host waits in slices, and gloo takes the end of a slice of a
+    # single send or receive for the end of the connection.
+    out, into = send.view(torch.uint8), receive.view(torch.uint8)
+    if not out.numel():
+        return []
+    places = range(group.size())
+    sizes_out, sizes_in = ([out.numel() * (place == peer) for place in places] for peer in (target, source))
+    parts = into[: sum(sizes_in)], out[: sum(sizes_out)]
+    return [dist.all_to_all_single(*parts, sizes_in, sizes_out, group=group, async_op=True)]
