@@ -73,13 +73,13 @@ def loss_of(unit: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def train(
-    rank: int, policy: hp.Policy | None, dtype: torch.dtype, mode: Any = None
+    rank: int, policy: hp.Policy | None, dtype: torch.dtype, mode: Any = None, remat: bool = False
 ) -> tuple[list[torch.Tensor], set[tuple[str, ...]]]:
     """Returns the whole weights after some steps, a loss of these, and the axes of the all-reduces of the plan."""
     mesh = mesh_of((2, 2, 2), ("replicate", "ep", "shard"), ("replicate", "ep", "shard"))
     params = hp.shard(weights(dtype), mesh, [SPECS] * LAYERS)
     loss = loss_of(hp.unit(expert_layer, axes=("replicate", "shard")))
-    run: Any = hp.value_and_grad(loss)
+    run: Any = hp.value_and_grad(loss_of(hp.unit(expert_layer, axes=("replicate", "shard"), remat=remat)))
     if mode is not None:
         run = hp.accumulate(run, 2, mode=mode)
     if policy is not None:
@@ -119,11 +119,18 @@ REPLICAS = {("replicate", "ep"), ("ep",), ("replicate", "ep", "shard"), ("replic
 
 
 @pytest.mark.parametrize(
-    ("policy", "mode"),
-    [(hp.Policy(), None), (hp.Policy(prefetch=2, pack_below_bytes=0), "scatter"), (hp.Policy(), "local")],
+    ("policy", "mode", "remat"),
+    [
+        (hp.Policy(), None, True),
+        (hp.Policy(prefetch=2, pack_below_bytes=0), "scatter", False),
+        (hp.Policy(), "local", False),
+    ],
 )
-def test_experts_beside_dense_weights_in_one_unit(pool: Callable[[int], Pool], policy: hp.Policy, mode: Any) -> None:
-    eager, planned = (pool(8).run(train, p, torch.float32, mode) for p in (None, policy))
+def test_experts_beside_dense_weights_in_one_unit(
+    pool: Callable[[int], Pool], policy: hp.Policy, mode: Any, remat: bool
+) -> None:
+    eager = pool(8).run(train, None, torch.float32, mode)
+    planned = pool(8).run(train, policy, torch.float32, mode, remat)
     for (got, axes), (want, _) in zip(planned, eager, strict=True):
         assert_same_bits(got, want)
         assert axes == REPLICAS

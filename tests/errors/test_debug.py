@@ -61,6 +61,7 @@ def step_of(
     small: Callable[[Tensor], Tensor] = vary,
     leave: Callable[[Tensor], Tensor] = lambda x: hp.psum(x, "tp"),
     debug: bool = True,
+    remat: bool = False,
 ) -> hp.ShardedStep:
     """A step of layers cut over "tp", each of which enters, uses small weights that are not cut, and leaves."""
 
@@ -68,7 +69,7 @@ def step_of(
         hidden = torch.tanh(enter(x) @ p["up"].T * small(p["gain"]) + small(p["shift"]))
         return x + leave(hidden @ p["down"].T)
 
-    unit = hp.unit(block)
+    unit = hp.unit(block, remat=remat)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         for p in params:
@@ -134,12 +135,13 @@ def test_a_mistake_is_found(name: str) -> None:
 
 
 # --- what is right --------------------------------------------------------------------------------------------------
-def right(rank: int, by_hand: bool, fill: float) -> list[list[Tensor]]:
+def right(rank: int, by_hand: bool, fill: float, remat: bool = False) -> list[list[Tensor]]:
     """The gradients with and without debug, where the plan was followed, and `lower` gives the same program."""
     mesh, found = mesh_of((2, 2), ("shard", "tp"), ("shard",)), []
     params, x = weights(mesh), batch(mesh) * fill
     for debug in (False, True):
-        step = step_of(mesh, enter=(lambda x: Enter.apply(x, [1.0, 1.0])) if by_hand else vary, debug=debug)
+        enter = (lambda x: Enter.apply(x, [1.0, 1.0])) if by_hand else vary
+        step = step_of(mesh, enter=enter, debug=debug, remat=debug and remat)
         for _ in range(2):
             _, grads = step(params, x)
         assert step.followed_plan
@@ -155,6 +157,11 @@ def right(rank: int, by_hand: bool, fill: float) -> list[list[Tensor]]:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_is_right_passes_with_the_same_bits(pool: Callable[[int], Pool], by_hand: bool) -> None:
     for plain, compared in pool(4).run(right, by_hand, 1.0):
+        assert_same_bits(compared, plain)
+
+
+def test_what_is_right_passes_when_it_is_recomputed(pool: Callable[[int], Pool]) -> None:
+    for plain, compared in pool(4).run(right, False, 1.0, True):
         assert_same_bits(compared, plain)
 
 
