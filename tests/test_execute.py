@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -559,15 +560,23 @@ def test_a_step_that_is_over_keeps_nothing(pool: Callable[[int], Pool], planned:
     assert pool(4).run(kept_by_past_steps, planned) == [[]] * 4
 
 
+def objects_of_steps() -> Counter[str]:
+    gc.collect()
+    names = Counter(type(x).__name__ for x in gc.get_objects())
+    return Counter({name: names[name] for name in ("Session", "Run", "Use", "Planned", "TorchTape")})
+
+
 def objects_of_past_steps(rank: int) -> dict[str, int]:
+    """Returns how many more there are than before: a step of another test that failed may have left some."""
+    before = objects_of_steps()
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     params = hp.shard(layers(3), mesh, P("shard"))
     run = hp.sharded(step, mesh)
     for _ in range(5):
         run(params, data(rank))
-    gc.collect()
-    names = [type(x).__name__ for x in gc.get_objects()]
-    return {name: names.count(name) for name in ("Session", "Run", "Use", "Planned", "TorchTape")}
+    time.sleep(0.01)  # a thread of gloo may still hold the last work
+    after = objects_of_steps()
+    return {name: after[name] - before[name] for name in after}
 
 
 def test_the_objects_of_a_step_die_with_it(pool: Callable[[int], Pool]) -> None:
