@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 from . import backends
 from ._array import describe, is_sharded
+from ._differentiation import Backwards
 from ._errors import LeafError, PolicyError, UsageError, message
-from ._grad import Backwards, Differentiation
+from ._grad import GradFunction
 from ._mesh import Mesh
 from ._program import Carry
 from ._run import Session, current_session, session_scope
@@ -68,7 +69,7 @@ def accumulate(
         raise PolicyError(message(_NAME, f"num_microbatches must be an integer >= 1, got {num_microbatches!r}"))
     if mode not in get_args(Mode):
         raise PolicyError(message(_NAME, f"mode must be 'scatter' or 'local', got {mode!r}"))
-    if not isinstance(grad_fn, Differentiation):
+    if not isinstance(grad_fn, GradFunction):
         rule = f"{getattr(grad_fn, '__name__', type(grad_fn).__name__)!r} was not made by value_and_grad or grad"
         hint = "hpfunc.accumulate(hpfunc.value_and_grad(loss_fn), ...); what else is done to gradients comes after it"
         raise UsageError(message(_NAME, rule, hint=hint))

@@ -11,8 +11,8 @@ import optree
 
 from . import backends
 from ._array import ShardedArray, check_gatherable, describe, is_sharded
+from ._differentiation import Run, current_run
 from ._errors import LeafError, MeshError, UsageError, message
-from ._grad import Run, current_run
 from ._mesh import AxisNames, as_axes
 from ._numerics import Numerics
 from ._run import Session, Use, current_session
