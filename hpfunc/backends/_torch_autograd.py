@@ -336,7 +336,8 @@ def _release_hooks(use: UnitUse, wholes: Sequence[Tensor]) -> tuple[Callable[[Te
         index = place.get(_storage(tensor))
         if index is not None:
             return index, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return (enclosing[0](tensor),) if enclosing else tensor
+        # A node that keeps its own output, as it is, would keep itself alive: no collector sees that circle.
+        return (enclosing[0](tensor),) if enclosing else tensor.detach()
 
     def unpack(saved: Any) -> Tensor:
         if not isinstance(saved, tuple):
