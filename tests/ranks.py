@@ -176,6 +176,8 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own use, on the first jvp
+    # True of many models that are drawn at random, and small.
+    warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
     _join(rank, size, directory)
     while True:
         try:

@@ -40,7 +40,7 @@ def toward_weights(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unit_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return hp.unit(toward_weights(fn))
+    return hp.unit(toward_weights(fn), name=fn.__name__)
 
 
 def uses_of(model: Model, weights: list[torch.Tensor], batch: torch.Tensor, n: hp.Numerics) -> list[torch.Tensor]:

@@ -35,9 +35,10 @@ class Counters:
 
     def since(self, earlier: Counters) -> Counters:
         """Returns what was counted after `earlier` was taken."""
+        kinds = [kind for kind, n in self.collectives.items() if n > earlier.collectives.get(kind, 0)]
         return Counters(
-            {kind: n - earlier.bytes_sent.get(kind, 0) for kind, n in self.bytes_sent.items()},
-            {kind: n - earlier.collectives.get(kind, 0) for kind, n in self.collectives.items()},
+            {kind: self.bytes_sent[kind] - earlier.bytes_sent.get(kind, 0) for kind in kinds},
+            {kind: self.collectives[kind] - earlier.collectives.get(kind, 0) for kind in kinds},
             self.bytes_copied - earlier.bytes_copied,
             self.wait_s - earlier.wait_s,
         )
