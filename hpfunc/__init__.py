@@ -4,6 +4,7 @@ A training step is a pure function over pytrees of sharded arrays. `sharded` rec
 checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 """
 
+from . import interop as interop
 from . import optim as optim
 from ._accumulate import accumulate as accumulate
 from ._array import ShardedArray as ShardedArray

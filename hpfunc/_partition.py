@@ -49,22 +49,30 @@ def partition(tree: Any, where: Where) -> tuple[Any, Any]:
     """
     leaves, treedef = flatten(tree, is_sharded)
     names = dotted_paths(tree, is_sharded)
-    selects = where if callable(where) else _by_patterns(where, names)
+    selects = selector(_PARTITION, where, names)
     chosen = [bool(selects(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
     selected = unflatten(treedef, [leaf if take else None for leaf, take in zip(leaves, chosen, strict=True)])
     rest = unflatten(treedef, [None if take else leaf for leaf, take in zip(leaves, chosen, strict=True)])
     return selected, rest
 
 
-def _by_patterns(where: Any, names: Sequence[str]) -> Callable[[str, Any], bool]:
+def selector(function: str, where: Where, names: Sequence[str]) -> Callable[[str, Any], bool]:
+    """Returns `where` as a function of a path and a leaf.
+
+    Raises:
+        SpecError: a pattern fits none of `names`.
+        UsageError: `where` is neither patterns nor a function.
+    """
+    if callable(where):
+        return where
     patterns = [where] if isinstance(where, str) else where
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         rule = f"where must be a pattern, several of them, or a function of a path and a leaf, got {where!r}"
-        raise UsageError(message(_PARTITION, rule, hint='hpfunc.partition(params, "layers.*.w")'))
+        raise UsageError(message(function, rule, hint='such as "layers.*.w"'))
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
         bad = [f"pattern {pattern!r}" for pattern in idle]
-        raise SpecError(message(_PARTITION, "a pattern selects no leaf", bad, hint=_nearest(idle, names)))
+        raise SpecError(message(function, "a pattern selects no leaf", bad, hint=_nearest(idle, names)))
     return lambda name, leaf: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -14,9 +14,13 @@ they are given.
 from ._adam import AdamState as AdamState
 from ._adam import adamw as adamw
 from ._adam import scale_by_adam as scale_by_adam
+from ._bind import Bound as Bound
+from ._bind import bind as bind
 from ._finite import ApplyIfFiniteState as ApplyIfFiniteState
 from ._finite import all_finite as all_finite
 from ._finite import apply_if_finite as apply_if_finite
+from ._from_torch import TorchState as TorchState
+from ._from_torch import from_torch as from_torch
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScaleState as LossScaleState
 from ._norm import clip_by_global_norm as clip_by_global_norm
@@ -38,18 +42,22 @@ from ._sgd import sgd as sgd
 __all__ = [
     "AdamState",
     "ApplyIfFiniteState",
+    "Bound",
     "DynamicLossScale",
     "LossScaleState",
     "Optimizer",
     "SgdState",
+    "TorchState",
     "adamw",
     "add_decayed_weights",
     "all_finite",
     "apply_if_finite",
     "apply_updates",
+    "bind",
     "chain",
     "clip_by_global_norm",
     "constant",
+    "from_torch",
     "global_norm",
     "linear",
     "scale",

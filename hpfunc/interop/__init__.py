@@ -1,0 +1,16 @@
+"""Sharded arrays as what other libraries know, and back, without a copy.
+
+`to_dtensor` and `from_dtensor`, `to_device_mesh` and `from_device_mesh` for `torch.distributed.tensor`; `from_local`
+and `to_numpy` for parts that come from, or go to, numpy and every library that speaks DLPack. Memory is shared: what is
+written into one shows in the other.
+"""
+
+from ._dtensor import from_device_mesh as from_device_mesh
+from ._dtensor import from_dtensor as from_dtensor
+from ._dtensor import to_device_mesh as to_device_mesh
+from ._dtensor import to_dtensor as to_dtensor
+from ._local import from_local as from_local
+from ._local import to_numpy as to_numpy
+
+# For autodoc, which leaves out imported names without it.
+__all__ = ["from_device_mesh", "from_dtensor", "from_local", "to_device_mesh", "to_dtensor", "to_numpy"]

@@ -1,0 +1,136 @@
+"""Weights as torch parameters, for a loop that stays imperative: ``.grad``, ``optimizer.step()``, `GradScaler`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from .._array import describe, is_sharded
+from .._errors import LeafError, message
+from .._mesh import Mesh
+from .._named import pmax
+from .._tree import dotted_paths
+from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
+
+_NAME = "hpfunc.optim.bind"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Weights, and torch parameters in the same memory. Made by `bind`.
+
+    Attributes:
+        params: the weights, a pytree of `ShardedArray`. Unlike all other arrays these change, whenever torch writes to
+            the parameters.
+        parameters: a `torch.nn.Parameter` for each, in the order of the tree: this rank's part. Give them to an
+            optimizer.
+        names: the dotted path of each.
+    """
+
+    params: Any
+    parameters: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    @property
+    def named_parameters(self) -> tuple[tuple[str, Any], ...]:
+        """Pairs of path and parameter, which optimizers of torch accept too."""
+        return tuple(zip(self.names, self.parameters, strict=True))
+
+    def set_grads(self, grads: Any) -> None:
+        """Makes gradients the ``.grad`` of the parameters, without a copy where the dtypes are equal.
+
+        A torch optimizer may write into a ``.grad``, so the gradients are not to be used afterwards.
+
+        Args:
+            grads: a tree like `params`, as `value_and_grad` returns it.
+
+        Raises:
+            SpecError: it is another tree, or lies differently, or an array still is a partial sum.
+            LeafError: a leaf is no floating array.
+
+        Communication: none.
+        """
+        name = f"{_NAME}.set_grads"
+        weights, ops = leaves_of(name, "params", self.params)
+        gradients = like(name, "grads", grads, weights)
+        values = ops.cast(gradients.locals, list(self.parameters))
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.grad = value.detach()
+
+    def unscale(self, scaler: Any, optimizer: Any) -> None:
+        """Calls ``scaler.unscale_(optimizer)`` and tells all ranks if one of them found an overflow.
+
+        Then ``scaler.step(optimizer)`` skips on all ranks or on none, and ``scaler.update()`` keeps one scale.
+
+        Args:
+            scaler: a `torch.amp.GradScaler`; one that is not enabled does nothing.
+            optimizer: of these parameters.
+
+        Communication: one all-reduce of one number, over all axes of the mesh.
+        """
+        if not scaler.is_enabled():
+            return
+        scaler.unscale_(optimizer)
+        mesh = _mesh_of(self.params)
+        for found in scaler._found_inf_per_device(optimizer).values():
+            found.copy_(pmax(found, mesh.axis_names, mesh=mesh))
+
+
+def bind(params: Any) -> Bound:
+    """Returns weights together with torch parameters in the same memory, without a copy.
+
+    The loop is then torch's own: `value_and_grad` of ``bound.params`` gives gradients, ``bound.set_grads`` hands them
+    over, ``optimizer.step()`` changes the weights in place. Schedulers of torch need nothing else. Take element-wise
+    optimizers only (see `from_torch`), and clip by `clip_by_global_norm`: torch's clipping sees this rank's part alone.
+
+    Args:
+        params: pytree of `ShardedArray`, all on one mesh. They are consumed, as if donated.
+
+    Raises:
+        LeafError: a leaf is no floating `ShardedArray` on the mesh of the first, is a row of one, or stands at two
+            places.
+
+    Communication: none.
+
+    >>> import torch
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> bound = hpfunc.optim.bind(hpfunc.shard({"w": torch.ones(2)}, mesh, hpfunc.P("shard")))
+    >>> optimizer = torch.optim.SGD(bound.parameters, lr=0.5)
+    >>> loss, grads = hpfunc.value_and_grad(hpfunc.unit(lambda p: p["w"].sum()))(bound.params)
+    >>> bound.set_grads(grads)
+    >>> optimizer.step()
+    >>> bound.params["w"].local
+    tensor([0.5000, 0.5000])
+    """
+    import torch
+
+    weights, _ = leaves_of(_NAME, "params", params)
+    _check(weights)
+    refuse_partial_sums(_NAME, weights, "so they are no weights")
+    names = tuple(dotted_paths(params, is_sharded))
+    values = [leaf._consume(_NAME).detach() for leaf in weights.leaves]
+    parameters = tuple(torch.nn.Parameter(value) for value in values)
+    return Bound(weights.wrap(values), parameters, names)
+
+
+def _check(weights: Leaves) -> None:
+    hint = "get them from hpfunc.shard or hpfunc.init; other leaves stay outside, by hpfunc.partition"
+    pairs = list(zip(weights.paths(), weights.leaves, strict=True))
+    bad = [f"{path}: {describe(x)}" for path, x in pairs if not is_sharded(x)]
+    if bad or not pairs:
+        raise LeafError(message(_NAME, "params has leaves that are no ShardedArray, or none", bad, hint=hint))
+    seen, mesh = Counter(id(x._owner) for x in weights.leaves), weights.leaves[0].mesh
+    faults = {
+        "a weight lies on another mesh": lambda x: x.mesh != mesh,
+        "a weight is a row of an array": lambda x: x._row is not None,
+        "a weight stands at two places of the tree": lambda x: seen[id(x._owner)] > 1,
+    }
+    for rule, is_fault in faults.items():
+        if bad := [f"{path}: {describe(x)}" for path, x in pairs if is_fault(x)]:
+            hint = "bind each array once, by itself, and use it at several places of the loss"
+            raise LeafError(message(_NAME, rule, bad, mesh=mesh, hint=hint))
+
+
+def _mesh_of(params: Any) -> Mesh:
+    return leaves_of(_NAME, "params", params)[0].leaves[0].mesh
