@@ -4,6 +4,7 @@ A training step is a pure function over pytrees of sharded arrays. `sharded` rec
 checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 """
 
+from . import checkpoint as checkpoint
 from . import interop as interop
 from . import optim as optim
 from ._accumulate import accumulate as accumulate
@@ -12,6 +13,7 @@ from ._arrays import init as init
 from ._arrays import shard as shard
 from ._check import check as check
 from ._errors import AgreementError as AgreementError
+from ._errors import CheckpointError as CheckpointError
 from ._errors import DonatedError as DonatedError
 from ._errors import HpfuncError as HpfuncError
 from ._errors import HpfuncWarning as HpfuncWarning

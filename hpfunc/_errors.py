@@ -29,6 +29,10 @@ class UsageError(HpfuncError, RuntimeError):
     """A public function is called in a way, or at a place, that its contract excludes."""
 
 
+class CheckpointError(HpfuncError, RuntimeError):
+    """A checkpoint cannot be written, cannot be read, is damaged, or is that of another tree."""
+
+
 class DonatedError(HpfuncError, RuntimeError):
     """A sharded array is used after it was donated."""
 

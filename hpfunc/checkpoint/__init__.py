@@ -1,0 +1,16 @@
+"""Checkpoints: a tree of sharded arrays in safetensors files, loaded again on any mesh and any number of ranks.
+
+A checkpoint is complete or not there, whatever ends the processes while they save. Every byte that is loaded is
+compared with a checksum. Nothing is ever unpickled.
+"""
+
+from ._files import export_safetensors as export_safetensors
+from ._files import import_safetensors as import_safetensors
+from ._index import latest as latest
+from ._leaves import PerRank as PerRank
+from ._load import load as load
+from ._save import Saving as Saving
+from ._save import save as save
+
+# For autodoc, which leaves out imported names without it.
+__all__ = ["PerRank", "Saving", "export_safetensors", "import_safetensors", "latest", "load", "save"]

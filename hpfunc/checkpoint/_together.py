@@ -1,0 +1,53 @@
+"""What ranks do together while they save or load: one of them acts for all, and errors of the disk are told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from .._agree import agreeing, control
+from .._errors import CheckpointError, message
+from .._mesh import Mesh
+
+
+@contextmanager
+def disk(function: str, doing: str, mesh: Mesh | None = None) -> Iterator[None]:
+    """Turns an `OSError` of the body into a `CheckpointError` that says which rank could not do what.
+
+    Raises:
+        CheckpointError: in place of the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        who = "cannot" if mesh is None or mesh.size == 1 else f"rank {mesh.rank} cannot"
+        raise CheckpointError(message(function, f"{who} {doing}", [str(error)])) from error
+
+
+def by_first(mesh: Mesh, function: str, act: Callable[[], Sequence[int]], num_numbers: int = 1) -> Sequence[int]:
+    """Lets the first rank of a mesh act, and returns the numbers that it returns, on all ranks.
+
+    Raises:
+        AgreementError: `act` raised; on the first rank its own error.
+
+    Communication: an agreement, and `num_numbers` numbers.
+    """
+    numbers: Sequence[int] = [0] * num_numbers
+    with agreeing(mesh, function, lambda: ""):
+        if mesh.rank == mesh.ranks[0]:
+            numbers = act()
+    return numbers if mesh.size == 1 else control(mesh).exchange(f"{function}: numbers", numbers)[0]
+
+
+def texts_of_all(mesh: Mesh, text: str) -> list[str]:
+    """Returns the text of every rank, in the order of the mesh."""
+    if mesh.size == 1:
+        return [text]
+    agreement = control(mesh)
+    return agreement.backend.exchange_text(agreement._group(), text)
+
+
+def as_path(path: str | Path) -> Path:
+    """Returns a path that stays the same when the process changes its folder."""
+    return Path(path).expanduser().absolute()

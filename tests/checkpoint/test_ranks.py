@@ -1,0 +1,265 @@
+"""Several ranks: errors of one are told to all, and nothing is lost; training goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import hpfunc as hp
+from hpfunc.checkpoint import PerRank, _save
+from tests.ranks import mesh_of, outcome
+
+
+def params_of(mesh: hp.Mesh, seed: int = 0, shape: tuple[int, int] = (7, 5)) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=generator, dtype=torch.float64)
+    tree = {"w": w, "b": torch.ones(shape[1], dtype=torch.float64)}
+    return hp.shard(tree, mesh, hp.P("shard"))
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """This process may write files of 64 KiB and no larger: the write in the middle of one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process can open no file: whatever it does with the path fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def another_user() -> Iterator[None]:
+    """This process, of root, is a user who may not write."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+FAULTS = {
+    "full": (full_disk, "File too large"),
+    "unopened": (no_more_files, "Too many open files"),
+    "unwritable": (another_user, "Permission denied"),
+}
+
+
+@contextmanager
+def at_the_disk(fault: str) -> Iterator[None]:
+    """The fault is there whenever the save touches the disk, and gone while ranks talk: they need files as well."""
+    originals = {name: getattr(_save, name) for name in ("_begin", "write_file")}
+
+    def with_fault(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with FAULTS[fault][0]():
+                return original(*args)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(_save, name, with_fault(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(_save, name, original)
+
+
+def save_with_a_fault(rank: int, path: str, fault: str, who: int, asynchronous: bool) -> tuple[str, bool, list[str]]:
+    mesh = mesh_of((2,), ("shard",))
+    w = torch.arange(40000.0)
+    tree = {"w": hp.shard(w, mesh, hp.P("shard")), "n": 1}
+    hp.checkpoint.save(path, tree)
+    with at_the_disk(fault) if rank == who else nullcontext():
+        told = outcome(lambda: hp.checkpoint.save(path, tree, keep=1, asynchronous=asynchronous).wait())
+    hp.psum(torch.zeros(1), "shard", mesh=mesh)  # the first rank has removed what was begun
+    names = sorted(entry.name for entry in Path(path).iterdir())
+    again = hp.checkpoint.load(path, {"w": hp.shard(torch.zeros(40000), mesh, hp.P("shard")), "n": 0})
+    is_right = torch.equal(hp.unshard(again["w"]), w)
+    hp.checkpoint.save(path, tree, keep=1)
+    return told, is_right, names
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank_is_told_to_all_and_loses_nothing(pool: Any, tmp_path: Path, fault: str, who: int) -> None:
+    if fault == "unwritable" and os.geteuid() != 0:
+        fault = "unopened"  # only root can be another user
+    asynchronous = who == 1
+    tmp_path.chmod(0o755)
+    ranks = pool(2).run(save_with_a_fault, str(tmp_path), fault, who, asynchronous)
+    for rank, (told, is_right, names) in enumerate(ranks):
+        assert is_right
+        assert names == ["step-00000000"]
+        assert FAULTS[fault][1] in told
+        kind = (
+            "CheckpointError: hpfunc.checkpoint.save: " if rank == who else "AgreementError: hpfunc.checkpoint.save: "
+        )
+        assert told.startswith(kind), told
+        assert f"rank {who} cannot write" in told
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def save_elsewhere(rank: int, paths: list[str]) -> str:
+    mesh = mesh_of((2,), ("shard",))
+    os.chdir(paths[rank])
+    return outcome(hp.checkpoint.save, "checkpoints", params_of(mesh))
+
+
+def test_storage_that_ranks_do_not_share(pool: Any, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        Path(path).mkdir()
+    told = pool(2).run(save_elsewhere, paths)
+    assert all("rank 1 does not see the folder that rank 0 has made" in text for text in told), told
+    assert list((tmp_path / "a" / "checkpoints").iterdir()) == []
+
+
+def save_what_differs(rank: int, path: str) -> list[str]:
+    mesh = mesh_of((2,), ("shard",))
+    arrays = params_of(mesh)
+    trees = [arrays | {"x": torch.full((2,), float(rank)), "y": torch.ones(2)}, arrays | {"x": rank}]
+    return [outcome(hp.checkpoint.save, path, tree) for tree in trees]
+
+
+def test_what_differs_between_ranks_is_refused(pool: Any, tmp_path: Path) -> None:
+    for tensors, numbers in pool(2).run(save_what_differs, str(tmp_path)):
+        assert tensors.startswith(
+            "LeafError: hpfunc.checkpoint.save: plain tensors differ between ranks\n  x: shape (2,)"
+        )
+        assert "y:" not in tensors
+        assert "PerRank" in tensors
+        assert "  rank 0: x: 0\n  rank 1: x: 1" in numbers
+    assert list(tmp_path.iterdir()) == []
+
+
+def load_damaged(rank: int, path: str) -> str:
+    mesh = mesh_of((2,), ("shard",))
+    tree = {"w": hp.shard(torch.arange(6.0), mesh, hp.P("shard"))}
+    hp.checkpoint.save(path, tree)
+    if rank == 0:
+        file = Path(path) / "step-00000000" / "rank-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    hp.psum(torch.zeros(1), "shard", mesh=mesh)
+    return outcome(hp.checkpoint.load, path, tree)
+
+
+def test_damage_that_one_rank_reads_is_told_to_all(pool: Any, tmp_path: Path) -> None:
+    for rank, told in enumerate(pool(2).run(load_damaged, str(tmp_path))):
+        assert told.startswith("CheckpointError" if rank == 1 else "AgreementError")
+        assert "w: bytes from" in told
+        assert "rank-00001.safetensors" in told
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+class Training:
+    """A small model, its optimizer, its random numbers and its data."""
+
+    def __init__(self, mesh: hp.Mesh, seed: int) -> None:
+        self.optimizer = hp.optim.adamw(0.1)
+        unit = hp.unit(lambda layer, x: torch.tanh(x @ layer["w"] + layer["b"]))
+        self.generator = torch.Generator().manual_seed(seed)
+        params = [params_of(mesh, seed + layer, (7, 7)) for layer in range(3)]
+        self.state = {"params": params, "opt": self.optimizer.init(params), "position": 0}
+
+        def step_fn(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+            def loss_fn(params: Any) -> torch.Tensor:
+                h = x
+                for layer in params:
+                    h = unit(layer, h)
+                return h.square().mean()
+
+            loss, grads = hp.value_and_grad(loss_fn)(params)
+            updates, opt_state = self.optimizer.update(grads, opt_state, params)
+            return hp.apply_updates(params, updates), opt_state, hp.pmean(loss, mesh.data_axes)
+
+        self.step = hp.sharded(step_fn, mesh, donate_argnums=(0, 1))
+        self.mesh = mesh
+
+    def run(self, num_steps: int) -> list[float]:
+        losses = []
+        for _ in range(num_steps):
+            position = self.state["position"]
+            batches = torch.randn(12, 7, generator=torch.Generator().manual_seed(position), dtype=torch.float64)
+            x = batches.chunk(self.mesh.size)[self.mesh.axis_index(self.mesh.axis_names)]
+            params, opt, loss = self.step(self.state["params"], self.state["opt"], x)
+            self.state = {"params": params, "opt": opt, "position": position + 1}
+            losses.append(loss.item())
+        return losses
+
+    def tree(self) -> dict[str, Any]:
+        return self.state | {"random": PerRank(self.generator.get_state())}
+
+
+def train_and_save(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    training = Training(mesh_of(shape, names), 0)
+    training.run(3)
+    torch.rand(rank + 1, generator=training.generator)
+    saving = hp.checkpoint.save(path, training.tree(), asynchronous=True)
+    losses = training.run(3)  # goes on while the thread writes, and donates what is saved
+    saving.wait()
+    return losses, torch.rand(1, generator=training.generator), hp.unshard(training.state["params"])
+
+
+def resume(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    training = Training(mesh_of(shape, names), 1)
+    fresh = training.tree()
+    allow = ["misfit"] if len(shape) == 1 and shape != (4,) else []
+    loaded = hp.checkpoint.load(path, fresh, allow=allow)
+    training.generator.set_state(loaded.pop("random").value)
+    training.state = loaded
+    assert loaded["opt"].step == 3
+    return training.run(3), torch.rand(1, generator=training.generator), hp.unshard(training.state["params"])
+
+
+HSDP = ((2, 2), ("replicate", "shard"))
+
+
+def test_training_resumes_bit_for_bit_on_the_same_mesh(pool: Any, tmp_path: Path) -> None:
+    saved, resumed = (pool(4).run(fn, str(tmp_path), *HSDP) for fn in (train_and_save, resume))
+    for (losses, number, params), (losses2, number2, params2) in zip(saved, resumed, strict=True):
+        assert losses == losses2
+        assert torch.equal(number, number2)
+        assert all(map(torch.equal, optree.tree_leaves(params), optree.tree_leaves(params2)))
+    assert len({number.item() for _, number, _ in resumed}) == 4  # each rank has its own random numbers
+
+
+@pytest.mark.parametrize(("num_ranks", "shape", "names"), [(3, (3,), ("shard",)), (4, (4,), ("shard",))])
+def test_training_resumes_on_another_mesh_with_the_same_losses(
+    pool: Any, tmp_path: Path, num_ranks: int, shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    saved = pool(4).run(train_and_save, str(tmp_path), *HSDP)
+    for losses, _, params in pool(num_ranks).run(resume, str(tmp_path), shape, names):
+        assert losses == pytest.approx(saved[0][0], rel=1e-10)
+        torch.testing.assert_close(params, saved[0][2], rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_of_each_rank_needs_as_many_ranks(pool: Any, tmp_path: Path) -> None:
+    pool(4).run(train_and_save, str(tmp_path), *HSDP)
+    for text in pool(2).run(refused, str(tmp_path)):
+        assert "misfit: random: PerRank shape (5056,), uint8, but PerRank of 4 ranks was saved, and 2 load" in text
+
+
+def refused(rank: int, path: str) -> str:
+    return outcome(hp.checkpoint.load, path, Training(mesh_of((2,), ("shard",)), 1).tree())
