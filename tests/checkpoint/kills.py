@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests import ranks
 NUM_RANKS = 2
 KEEP = 2
 SIZE = 200_000
+ACTIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def save_for_ever(rank: int, folder: str, path: str, first: int, asynchronous: bool) -> None:
@@ -33,7 +36,6 @@ def save_for_ever(rank: int, folder: str, path: str, first: int, asynchronous: b
     ranks._join(rank, NUM_RANKS, folder)
     mesh = hp.make_mesh((NUM_RANKS,), ("shard",))
     with (Path(folder) / f"told-{rank}").open("a", buffering=1) as told:
-        (Path(folder) / f"started-{rank}").touch()
         for step in range(first, first + 100_000):
             tree = {"w": hp.shard(torch.full((SIZE,), float(step)), mesh, hp.P("shard")), "step": step}
             hp.checkpoint.save(path, tree, step=step, keep=KEEP, asynchronous=asynchronous).wait()
@@ -54,8 +56,9 @@ def kill_once(path: Path, first: int, draw: random.Random) -> int:
         for process in processes:
             process.start()
         deadline = time.monotonic() + 60
-        while not all((Path(folder) / f"started-{rank}").exists() for rank in range(NUM_RANKS)):
-            assert time.monotonic() < deadline, "the processes did not start"
+        files = [Path(folder) / f"told-{rank}" for rank in range(NUM_RANKS)]
+        while not all(file.exists() and file.stat().st_size for file in files):  # each has saved once
+            assert time.monotonic() < deadline, "the processes do not save"
             assert all(process.is_alive() for process in processes)
             time.sleep(0.005)
         time.sleep(draw.uniform(0.0, 0.25))
@@ -65,10 +68,43 @@ def kill_once(path: Path, first: int, draw: random.Random) -> int:
             time.sleep(draw.choice([0.0, 0.02]))
         for process in processes:
             process.join()
-        told = [(Path(folder) / f"told-{rank}").read_text().split() for rank in range(NUM_RANKS)]
+        told = [file.read_text().split() for file in files]
     last = max((int(step) for steps in told for step in steps), default=first - 1)
     check(path, last)
     return last
+
+
+def save_until(path: str, step: int, action: int) -> None:
+    """Saves a step, and is killed before it opens, makes, renames or removes something for the `action`-th time."""
+    mesh = hp.make_mesh((1,), ("shard",))
+    tree = {"w": hp.shard(torch.full((SIZE,), float(step)), mesh, hp.P("shard")), "step": step}
+    left = action
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in ACTIONS and (event != "open" or str(arguments[0]).startswith(path)):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    hp.checkpoint.save(path, tree, step=step, keep=KEEP)
+    os._exit(0)
+
+
+def kill_before(path: Path, step: int, action: int) -> bool:
+    """Saves a step in a process that is killed before its n-th action on the disk. Returns whether it came so far.
+
+    Raises:
+        AssertionError: a complete checkpoint is lost.
+    """
+    before = newest(path)
+    process: Any = ranks._context().Process(target=save_until, args=(str(path), step, action), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    check(path, step if process.exitcode == 0 else before)
+    return process.exitcode != 0
 
 
 def newest(path: Path) -> int:
