@@ -72,6 +72,7 @@ def save(
         MeshError: nothing tells which ranks save, or arrays lie on others.
         CheckpointError: this rank cannot write, or the step is there already. Other checkpoints are as they were.
         AgreementError: another rank refuses, or was given something else.
+        PeerError: another rank ended.
 
     Communication: digests, a few numbers, and at the end the checksums from each rank; never inside of the thread.
 
@@ -234,7 +235,7 @@ class Saving:
         with agreeing(self._mesh, _NAME, lambda: ""):
             if self._error is not None:
                 raise self._error
-        texts = texts_of_all(self._mesh, self._text)
+        texts = texts_of_all(self._mesh, _NAME, self._text)
         by_first(self._mesh, _NAME, lambda: self._complete([json.loads(text) for text in texts]))
         self._leaves = []
 

@@ -40,12 +40,20 @@ def by_first(mesh: Mesh, function: str, act: Callable[[], Sequence[int]], num_nu
     return numbers if mesh.size == 1 else control(mesh).exchange(f"{function}: numbers", numbers)[0]
 
 
-def texts_of_all(mesh: Mesh, text: str) -> list[str]:
-    """Returns the text of every rank, in the order of the mesh."""
+def texts_of_all(mesh: Mesh, function: str, text: str) -> list[str]:
+    """Returns the text of every rank, in the order of the mesh.
+
+    Raises:
+        PeerError: a rank ended.
+    """
     if mesh.size == 1:
         return [text]
     agreement = control(mesh)
-    return agreement.backend.exchange_text(agreement._group(), text)
+    try:
+        return agreement.backend.exchange_text(agreement._group(), text)
+    except RuntimeError as error:  # of the framework: this exchange does not look at the board by itself
+        agreement.poll(f"{function}: what each rank wrote: {error}", float("inf"))
+        raise
 
 
 def as_path(path: str | Path) -> Path:

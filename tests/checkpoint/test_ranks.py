@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hpfunc as hp
+from hpfunc import backends
 from hpfunc.checkpoint import PerRank, _save
 from tests.ranks import mesh_of, outcome
 
@@ -119,6 +120,29 @@ def test_a_fault_of_one_rank_is_told_to_all_and_loses_nothing(pool: Any, tmp_pat
         assert told.startswith(kind), told
         assert f"rank {who} cannot write" in told
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def lose_a_connection(rank: int, path: str) -> tuple[str, int | None]:
+    mesh = mesh_of((2,), ("shard",))
+    backend = backends.get("torch")
+
+    def broken(group: Any, text: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    backend.exchange_text, original = broken, backend.exchange_text
+    try:
+        told = outcome(hp.checkpoint.save, path, params_of(mesh))
+    finally:
+        backend.exchange_text = original
+    hp.checkpoint.save(path, params_of(mesh), step=5)
+    return told, hp.checkpoint.latest(path)
+
+
+def test_a_connection_that_is_lost_in_the_middle(pool: Any, tmp_path: Path) -> None:
+    for told, latest in pool(2).run(lose_a_connection, str(tmp_path)):
+        assert told.startswith("PeerError: "), told
+        assert latest == 5
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
 
 
 def save_elsewhere(rank: int, paths: list[str]) -> str:
