@@ -66,7 +66,7 @@ class Control:
         numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest])
         if all(other == numbers[0] for other in numbers) and not numbers[0][0]:
             return
-        texts = self.backend.exchange_text(self._group(), text)
+        texts = self.exchange_text(f"agreement in {where}", text)
         if error is None:
             raise AgreementError(_difference(where, self.ranks, texts))
 
@@ -80,6 +80,15 @@ class Control:
         """
         self._recover()
         return self.backend.exchange(self._group(), numbers, label, self.poll)
+
+    def exchange_text(self, label: str, text: str) -> list[str]:
+        """Returns the text of every rank, the same everywhere. As `exchange`."""
+        self._recover()
+        try:
+            return self.backend.exchange_text(self._group(), text)
+        except RuntimeError as error:  # of the framework: this exchange does not look at the board by itself
+            self.poll(f"{label}: {error}", float("inf"))
+            raise
 
     def _group(self) -> Any:
         return self.backend.group(self.ranks, "control", "cpu", self.timeout_s)
