@@ -63,6 +63,10 @@ from ._whole import reshard as reshard
 from ._whole import unshard as unshard
 from ._world import make_mesh as make_mesh
 from ._world import use_mesh as use_mesh
+from .nn import ModuleFunction as ModuleFunction
+from .nn import from_module as from_module
+from .nn import init_module as init_module
+from .nn import to_module as to_module
 from .optim import apply_updates as apply_updates
 from .optim import clip_by_global_norm as clip_by_global_norm
 from .optim import global_norm as global_norm

@@ -1,0 +1,14 @@
+"""Modules of a framework as pure functions of sharded weights.
+
+`from_module` makes of a `torch.nn.Module` a function and a dict of its parameters; the module itself is not touched.
+Its repeated blocks become units. `init_module` does the same for a model that no rank ever holds, and `to_module`
+writes weights back.
+"""
+
+from ._function import ModuleFunction as ModuleFunction
+from ._module import from_module as from_module
+from ._module import init_module as init_module
+from ._module import to_module as to_module
+
+# For autodoc, which leaves out imported names without it.
+__all__ = ["ModuleFunction", "from_module", "init_module", "to_module"]

@@ -1,0 +1,128 @@
+"""`ModuleFunction`: a module as a pure function of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .._array import ShardedArray
+from .._errors import LeafError, UsageError, message
+
+if TYPE_CHECKING:
+    from ._torch_skeleton import Skeleton
+    from ._torch_stand_in import Call
+
+Tensor = Any
+_NAME = "hpfunc.ModuleFunction"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ModuleFunction:
+    """A module as a pure function of its parameters: ``apply(params, *args, **kwargs)`` returns its outputs.
+
+    Get one from `from_module` or `init_module`. Its text, ``print(apply)``, says which units were chosen. Python
+    attributes that the module sets while it runs stay in a copy that is the function's own.
+
+    Attributes:
+        buffers: the module's buffers at the start, by path: plain tensors, each rank's own.
+    """
+
+    _skeleton: Skeleton
+    buffers: Mapping[str, Tensor]
+    _modes: tuple[bool, ...]
+    _entry: str = "forward"
+
+    def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Returns the outputs of the module, with the buffers of the start.
+
+        Args:
+            params: `ShardedArray` or plain tensors by path, as `from_module` gives them.
+            args: go to the module.
+            kwargs: go to the module.
+
+        Raises:
+            UsageError: the call changes a buffer, or the module writes into a parameter.
+            LeafError: the parameters are not those of the module.
+
+        Communication: that of its units.
+        """
+        call, outputs, after = self._run(params, self.buffers, args, kwargs)
+        if lost := self._skeleton.lost(call, self._entry, self.buffers, after):
+            rule = "the call changes buffers of the module, and would lose them"
+            hint = "outputs, buffers = apply.with_buffers(params, buffers, ...) returns them; or use apply.eval()"
+            raise UsageError(message(_NAME, rule, lost, hint=hint))
+        return outputs
+
+    def with_buffers(
+        self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Returns the outputs of the module and its buffers after the call; those given stay as they are.
+
+        Args:
+            params: as for a call.
+            buffers: as in `buffers`, or as the last call returned them.
+            args: go to the module.
+            kwargs: go to the module.
+
+        Raises:
+            UsageError: the module writes into a parameter.
+            LeafError: parameters or buffers are not those of the module.
+
+        Communication: that of its units. Statistics are each rank's own: `pmean` them if they should agree.
+        """
+        _check_paths("buffers", buffers, self.buffers)
+        _, outputs, after = self._run(params, buffers, args, kwargs)
+        return outputs, after
+
+    def _run(
+        self, params: Any, buffers: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> tuple[Call, Any, dict[str, Tensor]]:
+        from ._torch_stand_in import Call
+
+        _check_paths("params", params, self._skeleton.params)
+        first = next(iter(params.values()), None)
+        device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
+        call = Call(params, device, self._modes)
+        return call, *self._skeleton.run(call, buffers, self._entry, args, kwargs)
+
+    def train(self) -> ModuleFunction:
+        """Returns the function of the module in training mode.
+
+        Communication: none.
+        """
+        return replace(self, _modes=self._skeleton.modes_after(self._modes, "train"))
+
+    def eval(self) -> ModuleFunction:
+        """Returns the function of the module in evaluation mode.
+
+        Communication: none.
+        """
+        return replace(self, _modes=self._skeleton.modes_after(self._modes, "eval"))
+
+    def method(self, name: str) -> ModuleFunction:
+        """Returns the function of another method of the module, such as ``"generate"``.
+
+        Raises:
+            UsageError: there is no such method.
+
+        Communication: none.
+        """
+        if not callable(getattr(self._skeleton.module, name, None)):
+            kind = type(self._skeleton.module).__name__
+            raise UsageError(message(_NAME, f"{kind} has no method {name!r}"))
+        return replace(self, _entry=name)
+
+    def __repr__(self) -> str:
+        return f"{type(self._skeleton.module).__name__}.{self._entry}: {self._skeleton.choice}"
+
+
+def _check_paths(name: str, tree: Any, wanted: Any) -> None:
+    if not isinstance(tree, Mapping):
+        hint = "they are a dict by path, as from_module gives them"
+        raise LeafError(message(_NAME, f"{name} is a {type(tree).__name__}", hint=hint))
+    missing = [f"{path}: missing" for path in wanted if tree.get(path) is None]
+    unexpected = [f"{path}: unexpected" for path in tree if path not in wanted]
+    if missing or unexpected:
+        hint = "hpfunc.combine puts the parts of a partition together" if name == "params" else None
+        raise LeafError(message(_NAME, f"{name} are not those of the module", missing + unexpected, hint=hint))

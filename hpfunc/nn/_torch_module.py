@@ -1,0 +1,134 @@
+"""`from_module`, `init_module` and `to_module` for torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._array import is_sharded
+from .._arrays import init
+from .._errors import LeafError, UsageError, message
+from .._mesh import Mesh, PartitionSpec
+from .._whole import unshard
+from ._function import ModuleFunction
+from ._torch_choose import choose
+from ._torch_skeleton import Skeleton, named_tensors
+
+Tensor = torch.Tensor
+_INIT, _TO = "hpfunc.init_module", "hpfunc.to_module"
+
+
+def _check_module(function: str, module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise LeafError(message(function, f"a torch.nn.Module is wanted, got {type(module).__name__}"))
+
+
+def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunction, dict[str, Tensor]]:
+    """See `hpfunc.from_module`."""
+    _check_module("hpfunc.from_module", module)
+    params, buffers = named_tensors(module)
+    given = {path: x.detach().requires_grad_(x.requires_grad) for path, x in params.items()}
+    return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
+
+
+def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
+    skeleton = Skeleton(module, choose(module, units), buffers, remat=remat)
+    return ModuleFunction(skeleton, buffers, skeleton.modes)
+
+
+def init_module(
+    source: Any, mesh: Mesh, specs: Any, units: Any, init_fn: Callable[[nn.Module], None] | None, remat: bool
+) -> tuple[ModuleFunction, dict[str, Any]]:
+    """See `hpfunc.init_module`."""
+    built: list[nn.Module] = []
+
+    def build() -> Any:
+        module = _initialised(source, mesh, init_fn) if isinstance(source, nn.Module) else source()
+        _check_module(_INIT, module)
+        built.append(module)
+        params, buffers = named_tensors(module)
+        # As they are: a `detach` here would be an operator that comes last, and keep them whole until then.
+        return {"params": params, "buffers": buffers}
+
+    made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
+    buffers = {path: array.local for path, array in made["buffers"].items()}
+    return _function(built[0], units, buffers, remat), made["params"]
+
+
+def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], None] | None) -> nn.Module:
+    placed = [path for found in named_tensors(source) for path, x in found.items() if not x.is_meta]
+    if placed:
+        hint = "build it `with torch.device('meta')`, or give a function that builds it"
+        raise UsageError(message(_INIT, "parts of the module are not on the meta device", placed, hint=hint))
+    params, buffers = named_tensors(source)
+    module = copy.deepcopy(source, {id(x): x for x in (*params.values(), *buffers.values())})
+    made: dict[int, Tensor] = {}
+    versions: dict[int, int] = {}
+    visited: set[nn.Module] = set()
+
+    def initialise(part: nn.Module) -> None:  # its tensors are made just before, so that others are final by then
+        if part in visited:
+            return
+        visited.add(part)
+        for slots in (vars(part)["_parameters"], vars(part)["_buffers"]):
+            for name, x in slots.items():
+                if x is not None:
+                    if id(x) not in made:
+                        made[id(x)] = _made(x, mesh.device)
+                        versions[id(made[id(x)])] = made[id(x)]._version
+                    slots[name] = made[id(x)]
+        (init_fn or _reset)(part)
+
+    module.apply(initialise)
+    after = {path: x for found in named_tensors(module) for path, x in found.items()}
+    unwritten = [path for path, x in after.items() if x._version == versions.get(id(x))]
+    if unwritten:
+        hint = "give init_fn=, which initialises the module; or a function that builds it, instead of a module"
+        raise UsageError(message(_INIT, "no reset_parameters or init_fn has written these", unwritten, hint=hint))
+    return module
+
+
+def _made(x: Tensor, device: str) -> Tensor:
+    empty = torch.empty_like(x, device=device)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def _reset(part: nn.Module) -> None:
+    reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+    if callable(reset):
+        reset()
+
+
+def to_module(params: Mapping[str, Any], module: nn.Module, buffers: Mapping[str, Tensor] | None) -> nn.Module:
+    """See `hpfunc.to_module`."""
+    _check_module(_TO, module)
+    own_params, own_buffers = named_tensors(module)
+    targets = [(own_params, params)] if buffers is None else [(own_params, params), (own_buffers, buffers)]
+    bad = [line for own, given in targets for line in _misfits(own, given)]
+    if bad:
+        raise LeafError(message(_TO, "the weights are not those of the module", bad))
+    meta = [path for own, _ in targets for path, x in own.items() if x.is_meta]
+    if meta:
+        hint = "module.to_empty(device=...) gives it memory"
+        raise UsageError(message(_TO, "the module is on the meta device", meta, hint=hint))
+    with torch.no_grad():
+        for own, given in targets:
+            for path, x in own.items():
+                value = given[path]
+                x.copy_(unshard(value, value.mesh.axis_names) if is_sharded(value) else value)
+    return module
+
+
+def _misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
+    missing = [f"{path}: missing" for path in own if given.get(path) is None]
+    unexpected = [f"{path}: unexpected" for path in given if path not in own]
+    shapes = [
+        f"{path}: shape {tuple(given[path].shape)}, the module has {tuple(x.shape)}"
+        for path, x in own.items()
+        if given.get(path) is not None and tuple(given[path].shape) != tuple(x.shape)
+    ]
+    return missing + unexpected + shapes

@@ -1,0 +1,258 @@
+"""A module's copy without its weights, whose chosen parts run as units.
+
+# Note [The copy]
+The caller's module is never touched. Its copy has stand-ins for parameters; each chosen part of it has a `forward` of
+ours, which calls `hpfunc.unit` with the part's own parameters and puts the whole weights into their places for the
+time of the call. Hooks are called as before: they are the caller's own objects, not copies of them.
+
+# Note [Buffers of a unit]
+A unit may run a second time in backward, after its call has ended. So it gets its buffers as arguments, works on copies
+of them, and returns these: a second run starts from the same ones, and counts nothing twice.
+
+# Note [Buffers that change unseen]
+Most writes raise a tensor's version; those of batch_norm into its running statistics do not. So where buffers would be
+lost, their values are compared too: in the first call in each mode, because a device has to be waited for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
+
+from .._array import is_sharded
+from .._errors import UsageError, message
+from .._unit import unit
+from ..backends._torch_autograd import enclosing_hooks
+from ..backends._torch_init import is_abstract
+from ._torch_choose import Choice
+from ._torch_stand_in import NAME, Call, StandIn, current_call, current_unit, refuse_writes
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A place of a module that holds a parameter or a buffer, and the path of that."""
+
+    tensors: dict[str, Any]
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A unit: its module, the modules in it with their places among all, and their parameters and buffers."""
+
+    path: str
+    module: nn.Module
+    modules: tuple[tuple[int, nn.Module], ...]
+    weights: tuple[_Slot, ...]
+    buffers: tuple[_Slot, ...]
+
+
+def named_tensors(module: nn.Module) -> tuple[Tensors, Tensors]:
+    """Returns parameters and buffers by path, tied ones once.
+
+    Raises:
+        UsageError: some have no shape yet.
+    """
+    params: Tensors = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    every = [*params.items(), *buffers.items()]
+    lazy = [path for path, x in every if isinstance(x, UninitializedParameter | UninitializedBuffer)]
+    if lazy:
+        hint = "call the module once on an example batch first; that gives them their shapes"
+        raise UsageError(message(NAME, "parameters are not initialised yet", lazy, hint=hint))
+    return params, buffers
+
+
+def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tensors) -> nn.Module:
+    memo: dict[int, Any] = {id(x): StandIn.of(path, x) for path, x in params.items()}
+    memo |= {id(x): initial[path] for path, x in buffers.items()}
+    parts = set(module.modules())
+    for part in parts:
+        values = vars(part).values()
+        memo |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and x.grad_fn is not None}
+        hooks = [hook for x in values if isinstance(x, dict) for hook in x.values() if callable(hook)]
+        for hook in hooks:  # see Note [The copy]
+            owner = getattr(hook, "__self__", hook)
+            if not (isinstance(owner, nn.Module) and owner in parts):
+                memo[id(owner)] = owner
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        hint = "make the attribute that cannot be copied outside of the module"
+        raise UsageError(message(NAME, f"the module cannot be copied: {error}", hint=hint)) from error
+
+
+class Skeleton:
+    """See Note [The copy].
+
+    Attributes:
+        module: the copy.
+        choice: its units.
+        params: the paths of its parameters.
+        modes: of each module, whether it trains.
+    """
+
+    def __init__(self, module: nn.Module, choice: Choice, initial: Tensors, *, remat: bool) -> None:
+        params, buffers = named_tensors(module)
+        self.module = _copied(module, params, buffers, initial)
+        self.choice, self.params, self._remat = choice, tuple(params), remat
+        self._modules = tuple(self.module.modules())
+        self._names = {id(x): path for path, x in initial.items()}
+        self._buffers = self._slots(self._modules, "_buffers")
+        self._repeated: Call | None = None
+        self._compared: set[tuple[tuple[bool, ...], str]] = set()
+        self.modes = self._read_modes()
+        named = dict(self.module.named_modules())
+        for path, _ in choice.units:
+            self._make_unit(path, named[path])
+
+    def _read_modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._modules)
+
+    def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
+        """Returns what becomes of modes when the module's method `change` is called."""
+        _set_modes(enumerate(self._modules), modes)
+        getattr(self.module, change)()
+        return self._read_modes()
+
+    def _slots(self, modules: Sequence[nn.Module], kind: str) -> tuple[_Slot, ...]:
+        return tuple(
+            _Slot(tensors, name, x.path if isinstance(x, StandIn) else self._names[id(x)])
+            for tensors in (vars(module)[kind] for module in modules)
+            for name, x in tensors.items()
+            if x is not None
+        )
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+    def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+        """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
+        held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
+        call.placed = {path: (x, x._version) for path, x in held.items()}
+        token = current_call.set(call)
+        try:
+            with _filled(self._buffers, held):
+                _set_modes(enumerate(self._modules), call.modes)
+                method = self.module if entry == "forward" else getattr(self.module, entry)
+                outputs = method(*args, **kwargs)
+                after = {slot.path: slot.tensors[slot.name] for slot in self._buffers}
+        finally:
+            current_call.reset(token)
+        call.check_unwritten()
+        call.changed |= _written(after, call.placed)
+        return outputs, {path: x.detach() for path, x in after.items()}
+
+    def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
+        """Returns the paths of buffers that a call changed. See Note [Buffers that change unseen]."""
+        key = call.modes, entry
+        if (call.changed or key not in self._compared) and not any(map(is_abstract, after.values())):
+            call.changed |= {path for path, x in after.items() if not torch.equal(x, before[path].to(x.device))}
+            self._compared.add(key)
+        return sorted(call.changed)
+
+    # --- units --------------------------------------------------------------------------------------------------------
+    def _make_unit(self, path: str, module: nn.Module) -> None:
+        inside = tuple(module.modules())
+        places = {id(m): place for place, m in enumerate(self._modules)}
+        weights, buffers = self._slots(inside, "_parameters"), self._slots(inside, "_buffers")
+        part = _Part(path or "module", module, tuple((places[id(m)], m) for m in inside), weights, buffers)
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._use(part, original, args, kwargs)
+
+        module.forward = forward
+
+    def _use(self, part: _Part, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call, is_repeated = current_call.get(), False
+        if call is None:  # activation checkpointing calls parts again in backward, when the call has ended
+            call, is_repeated = self._repeated, True
+        if call is None:
+            raise UsageError(message(NAME, f"the unit {part.path!r} is used outside of a call"))
+        if enclosing_hooks(True):
+            self._repeated = call
+        weights = {slot.path: call.params[slot.path] for slot in part.weights}
+        buffers = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
+        spec: Any = None
+        changed: set[str] = set()
+
+        def body(weights: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[list[Any], Tensors]:
+            nonlocal spec, changed
+            outputs, after, changed = _compute(part, original, call, weights, buffers, args, kwargs)
+            leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_opaque)
+            return leaves, after
+
+        run = body
+        if any(is_sharded(x) for x in weights.values()):
+            run = unit(body, name=part.path, remat=self._remat)
+        leaves, after = run(weights, buffers, args, kwargs)
+        if after and not is_repeated:
+            call.changed |= changed
+            self._place(call, {path: x.detach() for path, x in after.items()})
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _place(self, call: Call, buffers: Tensors) -> None:
+        for slot in self._buffers:
+            if slot.path in buffers:
+                slot.tensors[slot.name] = buffers[slot.path]
+        call.placed |= {path: (x, x._version) for path, x in buffers.items()}
+
+
+def _written(after: Tensors, before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
+    return {path for path, x in after.items() if x is not before[path][0] or x._version != before[path][1]}
+
+
+def _is_opaque(value: Any) -> bool:
+    # Outputs are taken apart so that backward sees their tensors; a cache that a unit fills must stay the same object.
+    return not isinstance(value, tuple | list | dict)
+
+
+def _compute(
+    part: _Part, original: Callable[..., Any], call: Call, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any
+) -> tuple[Any, Tensors, set[str]]:
+    """See Note [Buffers of a unit]."""
+    held = {path: x.clone() for path, x in buffers.items()}
+    versions = {path: (x, x._version) for path, x in held.items()}
+    modes = [module.training for _, module in part.modules]
+    token = current_unit.set(part.path)
+    try:
+        with _filled(part.weights, weights), _filled(part.buffers, held):
+            _set_modes(part.modules, call.modes)
+            outputs = original(*args, **kwargs)
+            replaced = [s.path for s in part.weights if s.tensors.get(s.name) is not weights[s.path]]
+            after = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
+    finally:
+        current_unit.reset(token)
+        for (_, module), mode in zip(part.modules, modes, strict=True):
+            module.training = mode
+    if replaced:
+        raise refuse_writes(replaced)
+    return outputs, after, _written(after, versions)
+
+
+def _set_modes(modules: Any, modes: Sequence[bool]) -> None:
+    for place, module in modules:
+        module.training = modes[place]
+
+
+@contextmanager
+def _filled(slots: Sequence[_Slot], values: Mapping[str, Any]) -> Iterator[None]:
+    before = [slot.tensors[slot.name] for slot in slots]
+    for slot in slots:
+        slot.tensors[slot.name] = values[slot.path]
+    try:
+        yield
+    finally:
+        for slot, value in zip(slots, before, strict=True):
+            slot.tensors[slot.name] = value

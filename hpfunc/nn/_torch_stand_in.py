@@ -1,0 +1,123 @@
+"""Stand-ins: what a module's copy has in the place of its parameters, and the call that knows their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .._array import is_sharded
+from .._errors import UsageError, message
+from .._unit import unit
+from ..backends._torch_autograd import enclosing_hooks
+
+Tensor = torch.Tensor
+NAME = "hpfunc.from_module"
+_WRITES = "the module writes into a parameter"
+_READ_ONLY = "parameters are read-only; write `w = w + ...`, or make what changes a buffer"
+
+current_call: ContextVar[Call | None] = ContextVar("hpfunc_nn_call", default=None)
+current_unit: ContextVar[str | None] = ContextVar("hpfunc_nn_unit", default=None)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+# What is known of a parameter without its values. Models ask for it anywhere: `x.to(self.proj.weight.dtype)`.
+_METADATA = {
+    *_getters("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "itemsize", "nbytes", "is_sparse"),
+    *_getters("is_nested", "is_quantized", "grad"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}  # fmt: skip
+_PLACE = {*_getters("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device}
+
+
+class StandIn(Tensor):
+    """A parameter without values: shape and dtype, and whatever needs more gathers it for the call that runs."""
+
+    path: str
+    _is_param = True  # isinstance(x, torch.nn.Parameter) asks for it
+
+    @staticmethod
+    def of(path: str, parameter: Tensor) -> StandIn:
+        """Returns that of a parameter."""
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        made = Tensor._make_subclass(StandIn, empty, parameter.requires_grad)
+        made.path = path
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **(kwargs or {}))
+            call = current_call.get()
+            if func in _PLACE:
+                return func(torch.empty(0, device=call.device if call else "cpu"), *args[1:])
+        args, kwargs = pytree.tree_map_only(StandIn, _whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"StandIn({self.path!r}, shape={tuple(self.shape)})"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module's copy.
+
+    Attributes:
+        params: by path.
+        device: where it computes.
+        modes: of each module, whether it trains.
+        wholes: parameters that were used outside of their units, with their versions; by path and grad mode.
+        placed: the buffers as the copy holds them, with their versions; by path.
+        changed: paths of buffers that units changed.
+    """
+
+    params: Mapping[str, Any]
+    device: Any
+    modes: tuple[bool, ...]
+    wholes: dict[tuple[str, bool], tuple[Tensor, int]] = field(default_factory=dict)
+    placed: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+
+    def whole(self, path: str) -> Tensor:
+        """Returns a parameter's values, for use outside of the unit that it belongs to: as a unit of its own."""
+        key = path, torch.is_grad_enabled()
+        if key in self.wholes:
+            return self.wholes[key][0]
+        array = self.params[path]
+        value = unit(torch.clone, name=path)(array) if is_sharded(array) else array.clone()
+        if not enclosing_hooks(True):  # under activation checkpointing it must be computed again like everything else
+            self.wholes[key] = value, value._version
+        return value
+
+    def check_unwritten(self) -> None:
+        """Raises UsageError if one of those was written to."""
+        written = sorted({path for (path, _), (value, version) in self.wholes.items() if value._version != version})
+        if written:
+            raise UsageError(message(NAME, _WRITES, written, hint=_READ_ONLY))
+
+
+def _whole(stand_in: StandIn) -> Tensor:
+    call, inside = current_call.get(), current_unit.get()
+    if inside is not None:
+        rule = f"the unit {inside!r} uses a parameter of another module, which is not gathered with it"
+        hint = "choose units such that the parameter is in this one, or pass it as an argument of the module's call"
+        raise UsageError(message(NAME, rule, [stand_in.path], hint=hint))
+    if call is None:
+        hint = "call what from_module returned, with its parameters: apply(params, ...)"
+        raise UsageError(message(NAME, "a module's copy is used outside of a call", [stand_in.path], hint=hint))
+    return call.whole(stand_in.path)
+
+
+def refuse_writes(paths: list[str]) -> UsageError:
+    """Returns the error for parameters that `forward` replaced."""
+    return UsageError(message(NAME, _WRITES, paths, hint=_READ_ONLY))

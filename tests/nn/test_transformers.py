@@ -1,0 +1,118 @@
+"""Models that nobody here wrote: five of transformers, from small configurations, as they are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import hpfunc as hp
+from tests.nn.training import LAYOUTS, Layout, Pools, assert_trained, train
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytestmark = pytest.mark.processes
+SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+LAYERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
+        | {"eos_token_id": 1},
+        "2 GPT2Block (transformer.h.0 to transformer.h.1)",
+    ),
+    "llama": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        SMALL | {"num_key_value_heads": 1, "max_position_embeddings": 16},
+        "2 LlamaDecoderLayer (model.layers.0 to model.layers.1)",
+    ),
+    "bert": (
+        "BertConfig",
+        "BertForMaskedLM",
+        SMALL | {"max_position_embeddings": 16},
+        "2 BertLayer (bert.encoder.layer.0 to bert.encoder.layer.1)",
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        | {"decoder_start_token_id": 0},
+        "2 T5Block (decoder.block.0 to decoder.block.1)",
+    ),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        SMALL | {"image_size": 8, "patch_size": 4, "num_labels": 3},
+        "2 ViTLayer (vit.layers.0 to vit.layers.1)",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """See `tests.nn.zoo.Case`."""
+
+    name: str
+    units: Any = None
+    remat: bool = False
+
+    def module(self) -> Any:
+        return self.built().double().train()
+
+    def built(self) -> Any:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        config, kind, fields, _ = LAYERS[self.name]
+        torch.manual_seed(0)
+        return getattr(transformers, kind)(getattr(transformers, config)(**fields))
+
+    def call(self, rank: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        torch.manual_seed(1000 * rank + step)  # draws the dropout of the models too
+        if self.name == "vit":
+            pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+            return (), {"pixel_values": pixels, "labels": torch.randint(0, 3, (2,))}
+        ids = torch.randint(0, 32, (2, 6))
+        return (), {"input_ids": ids, "labels": torch.randint(0, 32, (2, 6))}
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        return outputs.loss
+
+
+def trained(rank: int, layout: Layout) -> dict[str, Any]:
+    return {name: train(rank, Pretrained(name), layout) for name in LAYERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "hsdp"])
+def test_training_matches_the_plain_models(pool: Pools, layout: Layout) -> None:
+    results = pool(4).run(trained, layout, deadline_s=240.0)  # each rank loads the package first
+    for name in LAYERS:
+        assert_trained(Pretrained(name), [found[name] for found in results])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_their_blocks_are_found(name: str) -> None:
+    apply, _ = hp.from_module(Pretrained(name).module())
+    assert LAYERS[name][3] in str(apply)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_generate(name: str) -> None:
+    mesh, module = hp.make_mesh((1,), ("shard",)), Pretrained(name).module().eval()
+    apply, params = hp.from_module(module)
+    (ids,) = [x for key, x in Pretrained(name).call(0, 0)[1].items() if key == "input_ids"]
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    got = apply.method("generate")(hp.shard(params, mesh, hp.P("shard")), ids, **options)
+    assert torch.equal(got, module.generate(ids, **options))
+
+
+def test_init_module_makes_what_the_model_has() -> None:
+    mesh, case = hp.make_mesh((1,), ("shard",)), Pretrained("llama")
+    _, params = hp.from_module(case.built())
+    _, arrays = hp.init_module(case.built, mesh, hp.P("shard"))
+    assert params.keys() == arrays.keys()
+    assert all(torch.equal(arrays[path].local, x.detach()) for path, x in params.items())

@@ -1,0 +1,191 @@
+"""Small modules, each with one habit of real ones, and what training them on one process gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Tensor = torch.Tensor
+WIDTH, STEPS, RATE = 6, 3, 0.1
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Reordered(Stack):
+    """Blocks in another order, one of them twice and one never."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.blocks[2](self.blocks[0](x)))
+
+
+class Tied(nn.Module):
+    """The head is the embedding's weight; the module itself has a parameter beside its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.stack = nn.Linear(WIDTH, WIDTH, bias=False), Stack()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.full((WIDTH,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stack(self.embed(x)) * self.gain)
+
+
+class Outside(Tied):
+    """The embedding's weight is used outside of its module, and its dtype asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.to(self.head.weight.dtype))
+        assert self.embed.weight.shape == (WIDTH, WIDTH)
+        return F.linear(self.stack(x), self.embed.weight.t() * self.gain, self.head.bias) + self.embed.weight.sum()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: dict[str, Any]
+
+
+class ManyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, *, scale: float, mask: Tensor | None = None) -> Pair:
+        y = self.inner(x) * scale
+        return Pair(y if mask is None else y * mask, {"norm": y.square().sum(), "text": "kept"})
+
+
+class Many(nn.Module):
+    """Several inputs and outputs, keyword arguments, tensors inside of containers and beside other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ManyBlock() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        first, info = self.blocks[0](x, scale=scale)
+        pair = self.blocks[1](first, scale=scale, mask=mask)
+        assert (info["text"], type(pair)) == ("kept", Pair)
+        return {"out": pair.first, "extra": [info["norm"], pair.second["norm"]]}
+
+
+class Checkpointed(Stack):
+    """Activation checkpointing that the module does by itself, around its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+class Convolutional(nn.Module):
+    """A residual network as torchvision writes it: stem, layers of blocks, pooling, classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU())
+        self.layer1 = nn.Sequential(Residual(5), Residual(5))
+        self.layer2 = nn.Sequential(nn.Conv2d(5, 4, 1), Residual(4))
+        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pool(self.layer2(self.layer1(self.stem(x)))).flatten(1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module and how it is called; `shape` is that of one rank's batch."""
+
+    build: Callable[[], nn.Module]
+    units: Any = None
+    remat: bool = False
+    shape: tuple[int, ...] = (4, WIDTH)
+    with_mask: bool = False
+
+    def module(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build().double()
+
+    def call(self, rank: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a rank's own step, and sets the random numbers that it draws."""
+        torch.manual_seed(1000 * rank + step)
+        x = torch.randn(self.shape, dtype=torch.float64)
+        if not self.with_mask:
+            return (x,), {}
+        return (x,), {"mask": (torch.rand(self.shape) < 0.7).double(), "scale": 0.8}
+
+    def loss(self, outputs: Any) -> Tensor:
+        if isinstance(outputs, dict):
+            return outputs["out"].square().mean() + outputs["extra"][0] * 0.01 + outputs["extra"][1] * 0.02
+        return (outputs - 1).square().mean()
+
+
+CASES: dict[str, Case] = {
+    "stack": Case(Stack),
+    "dropout": Case(lambda: Stack(0.3)),
+    "dropout computed again": Case(lambda: Stack(0.3), remat=True),
+    "reordered": Case(Reordered),
+    "tied": Case(Tied),
+    "outside": Case(Outside),
+    "many": Case(Many, with_mask=True),
+    "checkpointed": Case(Checkpointed),
+    "batch norm": Case(Convolutional, shape=(4, 3, 6, 6)),
+    "batch norm computed again": Case(Convolutional, shape=(4, 3, 6, 6), remat=True),
+    "batch norm, small units": Case(Convolutional, units=[nn.Conv2d, nn.BatchNorm2d], shape=(4, 3, 6, 6)),
+}
+
+
+def reference(case: Any, num_ranks: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Returns the weights after training the plain module in one process, and the buffers that each rank has then."""
+    module = case.module()
+    buffers = [{path: x.clone() for path, x in module.named_buffers()} for _ in range(num_ranks)]
+    own = dict(module.named_buffers())
+    for step in range(STEPS):
+        module.zero_grad()
+        for rank in range(num_ranks):
+            for path, x in own.items():
+                x.copy_(buffers[rank][path])
+            args, kwargs = case.call(rank, step)
+            (case.loss(module(*args, **kwargs)) / num_ranks).backward()
+            buffers[rank] = {path: x.clone() for path, x in own.items()}
+        with torch.no_grad():
+            for p in module.parameters():
+                if p.grad is not None:
+                    p.sub_(RATE * p.grad)
+    return {path: x.detach() for path, x in module.named_parameters()}, buffers
