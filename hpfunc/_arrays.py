@@ -73,7 +73,7 @@ def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
     part = backend.detach(tensor)[layout.local_slices(mesh.coordinate)]
     local = backend.empty(tuple(part.shape), backend.dtype_name(tensor), mesh.device)
     backend.copy(local, part)
-    return ShardedArray(local, tuple(tensor.shape), spec, mesh)
+    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh)
 
 
 def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:

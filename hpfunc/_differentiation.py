@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,16 +128,24 @@ class Run:
         use.num_recomputes += 1
         return use.number
 
-    def backward(self, loss: Tensor, tracked: Sequence[Any], num_plain: int) -> None:
-        """Runs the backward, and adds up the gradients that are none of a unit's."""
-        self.state = "backward"
-        leaf_gradients = self.tape.backward(loss)
+    def differentiate(self, forward: Callable[[], Tensor], tracked: Sequence[Any]) -> None:
+        """Calls `forward`, runs the backward of its loss, and adds up the gradients that are none of a unit's.
+
+        `forward` puts into `tracked` what it tracks, before it computes.
+        """
+
+        def begin_backward() -> Tensor:
+            loss = forward()
+            self.state = "backward"
+            return loss
+
+        leaf_gradients = self.tape.differentiate(begin_backward)
         index = self.session.emit(Event("end_backward", carry=self.carry))  # it may replace the driver
         self.session.driver.end_backward(index)
-        plain = iter(range(num_plain))
+        plain = iter(leaf_gradients)  # tracked before anything was computed, so they are the tape's first leaves
         for place, leaf in enumerate(tracked):
             if not is_sharded(leaf):
-                self._add_direct(place, leaf, leaf_gradients[next(plain)])
+                self._add_direct(place, leaf, next(plain))
             elif alias := self._aliases.get(id(leaf._owner)):
                 self._add_direct(place, leaf, leaf_gradients[alias[0]])
 
@@ -164,14 +172,14 @@ class Run:
             assert direct is not None, "a plain tensor has a gradient, if only of zeros"
             if self.numerics.reduce_op == "mean" and self.backwards.count > 1:
                 direct = direct / self.backwards.count
-            return backend.cast(direct, self.accum_dtype(leaf))
+            return backend.give(backend.cast(direct, self.accum_dtype(leaf)))
         total = self._delivered(leaf)
         if direct is not None:
             direct = self._reduce_direct(leaf, direct)
             total = direct if total is None else backend.add(total, direct, self.accum_dtype(leaf))
         if total is None:
             total = zeros_like(self.session, leaf, self.accum_dtype(leaf))
-        return leaf.with_local(total)
+        return leaf.with_local(backend.give(total))
 
     def _delivered(self, array: ShardedArray) -> Tensor | None:
         """Returns what units delivered for an array and its rows."""

@@ -168,27 +168,32 @@ class GradFunction:
         self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], treedef: optree.PyTreeSpec
     ) -> tuple[Tensor, Any, tuple[Any, ...] | None]:
         session = run.session
-        tracked = [run.track(leaf, place) for place, leaf in enumerate(leaves)]
-        num_plain = len(run.tape.leaves)
-        if any(is_sharded(x) and x._origin is None for x in tracked):
-            names = paths(unflatten(treedef, leaves), "args", is_sharded)
-            session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
-        filled = list(args)
-        for n, tree in zip(self.argnums, unflatten(treedef, tracked), strict=True):
-            filled[n] = tree
+        tracked: list[Any] = []
+        loss = aux = None
+
+        def forward() -> Tensor:
+            nonlocal loss, aux
+            tracked.extend(run.track(leaf, place) for place, leaf in enumerate(leaves))
+            if any(is_sharded(x) and x._origin is None for x in tracked):
+                names = paths(unflatten(treedef, leaves), "args", is_sharded)
+                session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
+            filled = list(args)
+            for n, tree in zip(self.argnums, unflatten(treedef, tracked), strict=True):
+                filled[n] = tree
+            with use_mesh(session.mesh):
+                loss, aux = _split(self._fun(*filled, **kwargs), self._has_aux)
+            return loss
+
         mean = frozenset(session.mesh.data_axes) if self.numerics.reduce_op == "mean" else frozenset()
         tokens = current_run.set(run), mean_axes.set(mean)
         try:
-            with use_mesh(session.mesh):
-                result = self._fun(*filled, **kwargs)
-            loss, aux = _split(result, self._has_aux)
-            run.backward(loss, tracked, num_plain)
+            run.differentiate(forward, tracked)
         finally:
             run.state = "done"
             run.tape.close()
             current_run.reset(tokens[0])
             mean_axes.reset(tokens[1])
-        loss, aux = session.backend.detach(loss), _untrack(session, aux)
+        loss, aux = _untrack(session, loss), _untrack(session, aux)
         if run.carry:
             return loss, aux, None
         gradients = [run.gradient(leaf, place) for place, leaf in enumerate(tracked)]
@@ -207,6 +212,6 @@ def _untrack(session: Session, tree: Any) -> Any:
     def strip(leaf: Any) -> Any:
         if is_sharded(leaf):
             return leaf._handle(origin=leaf._origin, donated=leaf.is_donated)
-        return session.backend.detach(leaf) if session.backend.is_tensor(leaf) else leaf
+        return session.backend.give(session.backend.detach(leaf)) if session.backend.is_tensor(leaf) else leaf
 
     return optree.tree_map(strip, tree, is_leaf=is_sharded)

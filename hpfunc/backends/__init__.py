@@ -13,7 +13,8 @@ from .._errors import LeafError, MeshError, message
 from ._base import Backend as Backend
 from ._base import Counters as Counters
 
-_MODULES = {"torch": "_torch", "torch_npu": "_torch_npu"}
+# Which of them to take when several are imported: MindSpore's backend imports torch, but not the other way round.
+_MODULES = {"mindspore": "_mindspore", "torch": "_torch", "torch_npu": "_torch_npu"}
 
 
 @cache
@@ -34,7 +35,7 @@ def get(name: str) -> Backend:
 
 
 def default() -> Backend:
-    """Returns the backend that `HPFUNC_BACKEND` names, else one that is imported already, else torch."""
+    """Returns the backend that `HPFUNC_BACKEND` names, else the first that is imported already, else torch."""
     named = os.environ.get("HPFUNC_BACKEND")
     return get(named or next((name for name in _MODULES if name in sys.modules), "torch"))
 

@@ -156,8 +156,11 @@ class Tape(Protocol):
         """Raises UsageError inside a reentrant checkpoint, whose inner backward would be invisible."""
         ...
 
-    def backward(self, loss: Tensor) -> list[Tensor | None]:
-        """Runs the backward and returns the gradient of each leaf."""
+    def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
+        """Calls `forward`, which returns the loss, runs the backward, and returns the gradient of each leaf.
+
+        Every other method is called from inside of `forward` or of the backward; `close` comes after both.
+        """
         ...
 
     def close(self) -> None:
@@ -198,7 +201,12 @@ class Processes(Protocol):
 
 
 class Memory(Protocol):
-    """Tensors. They are opaque outside of a backend, but for `shape`, `reshape`, `permute`, slicing and arithmetic."""
+    """Tensors. They are opaque outside of a backend, but for `shape`, `reshape`, `permute`, slicing and arithmetic.
+
+    The caller's tensors and the runtime's own may be of two types: where a framework cannot write into a part of a
+    tensor, the runtime holds its buffers as something else. `detach` and `contiguous` give the runtime's type, `empty`
+    makes it, `give` gives the caller's; all else takes both. `is_tensor` knows the caller's.
+    """
 
     def is_tensor(self, value: Any) -> bool:
         """Returns whether a value is a tensor of this framework."""
@@ -229,7 +237,11 @@ class Memory(Protocol):
         ...
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """Returns the same memory without its history."""
+        """Returns the same memory without its history, as the runtime holds it."""
+        ...
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Returns the same memory as the caller's code sees it."""
         ...
 
     def contiguous(self, tensor: Tensor) -> Tensor:

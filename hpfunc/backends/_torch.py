@@ -244,6 +244,9 @@ class TorchBackend:
     def detach(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_contiguous():
             return tensor

@@ -312,8 +312,9 @@ class TorchTape:
             return _forgetting(fn, use, wholes, weights, self._anchor, args, kwargs), token
         return _recording(fn, use, wholes, weights, args, kwargs), token
 
-    def backward(self, loss: Tensor) -> list[Tensor | None]:
-        """Runs the backward; returns the gradients of the leaves, None where there is no path."""
+    def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
+        """See `Tape`; None is the gradient of a leaf that has no path to the loss."""
+        loss = forward()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))

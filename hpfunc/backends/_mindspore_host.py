@@ -1,0 +1,157 @@
+"""MindSpore on CPU: the caller's tensors are MindSpore's, the runtime's own are torch's, and both see the same memory.
+
+MindSpore's operators on a CPU cannot write into a tensor, and its CPU collectives have no reduce-scatter, never overlap
+and write nothing into views. So the runtime holds its buffers as torch tensors, moves them with gloo, and everything
+that the torch backend does to host memory is done here by the same code. A buffer reaches the caller (`give`) and a
+tensor of the caller's reaches the runtime (`detach`) without a copy, through numpy.
+
+# Note [Queued operators]
+MindSpore dispatches operators to a queue. The runtime may read what one of them computes, or write into what one of
+them reads, only once the queue is drained. ``asnumpy()`` drains it, so whatever comes through `detach` is complete; the
+tape drains it before whole weights are released, and `fill` before it poisons a freed buffer. Dropping a buffer that
+queued operators read is safe: they hold it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import mindspore
+import numpy as np
+import torch
+import torch.distributed as dist
+from mindspore.common.api import _pynative_executor as executor
+from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
+
+from .._errors import LoweringError, MeshError, message
+from . import _mindspore_autograd as autograd
+from ._base import World
+from ._torch import TorchBackend
+
+Tensor = Any
+
+
+def hold(tensor: Tensor) -> torch.Tensor:
+    """Returns a MindSpore tensor as the runtime holds it, once it is computed. A strided one is copied."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    array = tensor.asnumpy()
+    if array.dtype == numpy_bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def give(tensor: Tensor) -> mindspore.Tensor:
+    """Returns a tensor of the runtime as a MindSpore one. A strided one is copied: MindSpore takes no others."""
+    if isinstance(tensor, mindspore.Tensor):
+        return tensor
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return mindspore.Tensor.from_numpy(tensor.view(torch.int16).numpy().view(numpy_bfloat16))
+    return mindspore.Tensor.from_numpy(tensor.numpy())
+
+
+class MindSporeHost(TorchBackend):
+    """See `Backend`."""
+
+    name = "mindspore"
+
+    def __init__(self) -> None:
+        super().__init__()
+        mindspore.set_device("CPU")  # before the first operator, which would choose another one
+        self._bridge = autograd.Bridge(hold, give, executor.sync)
+
+    # --- processes -------------------------------------------------------------------------------------------------
+    def join(self, timeout_s: float, device: str | None = None) -> World:
+        if device not in (None, "cpu"):
+            rule = f"MindSpore runs on the CPU in this process, but the mesh asks for {device!r}"
+            hint = "install MindSpore for that device; its name is chosen with mindspore.set_device"
+            raise MeshError(message("hpfunc.make_mesh", rule, hint=hint))
+        if "MS_SCHED_HOST" in os.environ and "RANK" not in os.environ and not dist.is_initialized():
+            _meet_as_msrun(timeout_s)
+        return super().join(timeout_s, "cpu")
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+    def is_abstract(self, value: Any) -> bool:
+        return False
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, mindspore.Tensor)
+
+    def device_of(self, tensor: Tensor) -> str:
+        return "cpu"
+
+    def dtype_name(self, tensor: Tensor) -> str:
+        if isinstance(tensor, torch.Tensor):
+            return super().dtype_name(tensor)
+        return str(tensor.dtype).lower()
+
+    def detach(self, tensor: Tensor) -> torch.Tensor:
+        return hold(tensor)
+
+    def give(self, tensor: Tensor) -> mindspore.Tensor:
+        return give(tensor)
+
+    def contiguous(self, tensor: Tensor) -> torch.Tensor:
+        return super().contiguous(hold(tensor))
+
+    def copy(self, target: torch.Tensor, source: Tensor, divisor: int = 1) -> None:
+        super().copy(target, hold(source), divisor)
+
+    def fill(self, target: torch.Tensor, value: float) -> None:
+        executor.sync()  # see Note [Queued operators]
+        super().fill(target, value)
+
+    def add(self, left: Tensor, right: Tensor, dtype: str) -> torch.Tensor:
+        return super().add(hold(left), hold(right), dtype)
+
+    def accumulate(self, target: torch.Tensor, source: Tensor) -> None:
+        super().accumulate(target, hold(source))
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        if isinstance(tensor, torch.Tensor):
+            return super().cast(tensor, dtype)
+        return tensor if self.dtype_name(tensor) == dtype else tensor.astype(autograd.dtype_of(dtype))
+
+    # --- differentiation -------------------------------------------------------------------------------------------
+    def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+        """MindSpore has no pytrees of its own."""
+
+    def tape(self, device: str) -> Any:
+        return autograd.MindSporeTape(self._bridge)
+
+    def linear(
+        self, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor
+    ) -> Tensor:
+        return autograd.linear(self._bridge, forward, transpose, x)
+
+    def is_transformed(self, tensors: Iterable[Tensor]) -> bool:
+        return autograd.is_transformed(tensors)
+
+    def use_plain(
+        self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        return autograd.use_plain(self._bridge, fn, wholes, names, *args, **kwargs)
+
+    def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        rule = "MindSpore's operators cannot run without data, so a step cannot be lowered before it has run"
+        hint = "run the step once; its schedule is `step.last_schedule`"
+        raise LoweringError(message("hpfunc.sharded", rule, hint=hint))
+
+    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], Callable[[int, Tensor], Any]]) -> Any:
+        """The whole tree is made first: MindSpore's operators can be neither recorded nor run without data."""
+        return autograd.keep_each(init_fn(), prepare)
+
+
+def _meet_as_msrun(timeout_s: float) -> None:
+    """Starts the gloo world of processes that `msrun` has started; its own scheduler keeps the port that it names."""
+    host, port = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"]) + 1
+    rank, size = int(os.environ["RANK_ID"]), int(os.environ["MS_WORKER_NUM"])
+    method = f"tcp://{host}:{port}"
+    dist.init_process_group(
+        "gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
