@@ -182,6 +182,19 @@ def _refusing_writes(wholes: Sequence[Tensor], names: Sequence[str]) -> Iterator
             raise UsageError(message(_UNIT, rule, written, hint=hint))
 
 
+@contextmanager
+def _explaining(names: Sequence[str]) -> Iterator[None]:
+    """Says what an operator that does not exist for a dtype means: MindSpore's own text lists what does."""
+    try:
+        yield
+    except TypeError as error:
+        if not str(error).startswith("Select CPU operator"):
+            raise
+        rule = f"an operator of the unit does not exist on the CPU in this dtype: {str(error).splitlines()[0]}"
+        hint = "on the CPU bfloat16 only stores and casts; compute in float32, and set Numerics.reduce_dtype alone"
+        raise UsageError(message(_UNIT, rule, names, hint=hint)) from error
+
+
 def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
     spans = [(whole.data_ptr(), whole.data_ptr() + whole.nbytes) for whole in wholes]
     places = [leaf.data_ptr() for leaf in optree.tree_leaves(outputs) if _is_tensor(leaf) and leaf.size]
@@ -196,9 +209,9 @@ def use_plain(
 ) -> Any:
     """Calls ``fn(wholes, ...)`` without hooks, drains the queue, and refuses writes into the weights and escapes."""
     given = [bridge.give(whole) for whole in wholes]
-    with _refusing_writes(given, names):
+    with _explaining(names), _refusing_writes(given, names):
         outputs = fn(given, *args, **kwargs)
-    bridge.drain()
+        bridge.drain()
     _refuse_escapes(given, outputs, names)
     return outputs
 
@@ -250,6 +263,11 @@ class MindSporeTape:
         self._tokens: list[Tensor] = []
         self._error: BaseException | None = None
 
+    @property
+    def num_uses(self) -> int:
+        """How many units with a backward were called so far."""
+        return len(self._tokens)
+
     def close(self) -> None:
         """Lets go of everything."""
         for held in (self._tokens, self.leaves, self.gradients):
@@ -291,8 +309,9 @@ class MindSporeTape:
         given = call.wholes
         *weights, token = _Wholes.apply(call, self._anchor)
         record = _forgetting if use.remat else _recording
-        outputs = record(fn, call, wholes, call.weights(weights), args, kwargs)
-        self.bridge.drain()  # so that the whole weights may be released now; see Note [Queued operators]
+        with _explaining(use.names):
+            outputs = record(fn, call, wholes, call.weights(weights), args, kwargs)
+            self.bridge.drain()  # so that the whole weights may be released now; see Note [Queued operators]
         _refuse_escapes(given, outputs, use.names)
         call.forget()
         return self._gated(call, token, outputs)
@@ -359,7 +378,7 @@ def _release_hooks(call: _Call, wholes: Sequence[Tensor]) -> tuple[Callable[[Ten
     def pack(tensor: Tensor) -> Any:
         alike = place.get(tuple(tensor.shape))
         index = alike.get(tensor.data_ptr()) if alike else None
-        if index is not None:
+        if index is not None and tensor.is_contiguous():
             return index
         watch.see(tensor)
         return ops.stop_gradient(tensor)
@@ -373,11 +392,11 @@ def _release_hooks(call: _Call, wholes: Sequence[Tensor]) -> tuple[Callable[[Ten
 class _Watch:
     """Looks for copies of whole weights in the first call of a unit. See Note [Views of weights]."""
 
-    seen: ClassVar[set[tuple[str, ...]]] = set()
+    seen: ClassVar[set[object]] = set()
 
     def __init__(self, call: _Call) -> None:
         self._call = call
-        key = tuple(call.use.names)
+        key = call.tape.num_uses, tuple(call.use.names)  # the same in every step, and no two units of a step alike
         self._sizes: dict[int, list[int]] = {}
         if key not in self.seen:
             self.seen.add(key)
