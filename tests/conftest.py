@@ -25,7 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hpfunc"))
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], ranks.Pool]]:
+def pool() -> Iterator[Callable[..., ranks.Pool]]:
     """``pool(n).run(fn, *args)`` calls ``fn(rank, *args)`` on n real processes; see `tests.ranks`."""
     yield ranks.pool
     ranks.stop_all()

@@ -9,9 +9,9 @@ from typing import Any
 import hypothesis.strategies as st
 import optree
 import torch
-import torch.nn.functional as F
 
 import hpfunc as hp
+from tests import frameworks as ops
 
 Tree = Any
 
@@ -66,21 +66,21 @@ class Model:
 
 
 def _embed(p: Tree, batch: torch.Tensor) -> torch.Tensor:
-    return batch.to(p["w"].dtype) @ p["w"]
+    return ops.matmul(batch.to(p["w"].dtype), p["w"])
 
 
 def _layer(p: Tree, x: torch.Tensor) -> torch.Tensor:
-    y = torch.tanh(F.linear(x, p["w"], p.get("b")))
+    y = ops.tanh(ops.linear(x, p["w"], p.get("b")))
     return x + (y * p["gain"] if "gain" in p else y)
 
 
 def _head(p: Tree, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, p["w"])
+    return ops.linear(x, p["w"])
 
 
 def sgd(params: Tree, grads: Tree, rate: float = 0.1) -> Tree:
     return optree.tree_map(
-        lambda p, g: p.with_local(p.local - rate * g.local),
+        lambda p, g: p.with_local(p.local - ops.scaled(g.local, rate)),
         params,
         grads,
         is_leaf=lambda x: isinstance(x, hp.ShardedArray),

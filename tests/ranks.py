@@ -21,12 +21,13 @@ in the ranks too. `mesh_of` keeps its meshes, and hpfunc the process groups, for
 groups for each example is slow, and races.
 
 Ranks are forked from a server process that has imported torch and computed nothing: no thread of the test process
-can be inherited half.
+can be inherited half. Ranks of ``pool(4, "mindspore")`` import MindSpore themselves: torch's must not have it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -60,16 +61,16 @@ PRELOAD = [
 ]
 
 
-def pool(size: int) -> Pool:
+def pool(size: int, framework: str = "torch") -> Pool:
     """Returns the session's pool of this many ranks. It starts on its first `run`."""
-    return _pool(size)
+    return _pool(size, framework)
 
 
 class Pool:
     """Processes of one gloo world. Get one from `pool`."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, framework: str = "torch") -> None:
+        self.size, self.framework = size, framework
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -109,9 +110,8 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="hpfunc-ranks-")
         for rank in range(self.size):
             pipe, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.size, self._directory.name, theirs), daemon=True, name=f"rank {rank}"
-            )
+            args = rank, self.size, self.framework, self._directory.name, theirs
+            process = context.Process(target=_serve, args=args, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -141,15 +141,19 @@ class Pool:
         return (Path(self._directory.name) / f"stacks-{rank}").read_text()
 
 
-@cache
-def _pool(size: int) -> Pool:
-    return Pool(size)
+_pools: dict[tuple[int, str], Pool] = {}
+
+
+def _pool(size: int, framework: str) -> Pool:
+    if (size, framework) not in _pools:
+        _pools[size, framework] = Pool(size, framework)
+    return _pools[size, framework]
 
 
 def stop_all() -> None:
     """Ends every pool."""
-    for size in range(1, 17):
-        _pool(size).stop()
+    for each in _pools.values():
+        each.stop()
 
 
 @cache
@@ -168,9 +172,12 @@ def _context() -> Any:
 
 
 # --- in the ranks ---------------------------------------------------------------------------------------------------
-def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connection) -> None:
     import torch
 
+    if framework != "torch":
+        os.environ.update({"HPFUNC_BACKEND": framework, "GLOG_v": "3"})  # its log: errors only
+        importlib.import_module(framework)
     stacks = (Path(directory) / f"stacks-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
@@ -196,7 +203,8 @@ def _join(rank: int, size: int, directory: str) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(str(Path(directory) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    timeout = timedelta(seconds=DEADLINE_S)  # they start at different times; meshes have a timeout of their own
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _dump(answer: tuple[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
+from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
 
@@ -27,7 +28,7 @@ def train(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     """Returns the local gradients of the last step, the whole final weights, and whether the last step was planned."""
     mesh = mesh_of(layout.shape, layout.names)
-    weights = model.weights(dtype)
+    weights = to_framework(model.weights(dtype))
     params = hp.shard(weights, mesh, layout.specs(weights))
     grads: Any = None
 
@@ -37,10 +38,11 @@ def train(
 
     run = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
     for number in range(STEPS):
-        grads = run(params, model.batch(rank, number, dtype))
+        grads = run(params, to_framework(model.batch(rank, number, dtype)))
         params = sgd(params, grads)
     followed = policy is not None and run.followed_plan  # type: ignore[union-attr]
-    return optree.tree_leaves(grads), optree.tree_leaves(hp.unshard(params, mesh.axis_names)), followed
+    wholes = hp.unshard(params, mesh.axis_names)
+    return optree.tree_leaves(to_torch(grads)), optree.tree_leaves(to_torch(wholes)), followed
 
 
 def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:

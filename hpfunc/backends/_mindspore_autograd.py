@@ -306,13 +306,12 @@ class MindSporeTape:
         if not use.needs_backward:
             return use_plain(self.bridge, fn, wholes, use.names, *args, **kwargs)
         call = _Call(self, use, wholes)
-        given = call.wholes
         *weights, token = _Wholes.apply(call, self._anchor)
         record = _forgetting if use.remat else _recording
         with _explaining(use.names):
-            outputs = record(fn, call, wholes, call.weights(weights), args, kwargs)
+            outputs = record(fn, call, call.weights(weights), args, kwargs)
             self.bridge.drain()  # so that the whole weights may be released now; see Note [Queued operators]
-        _refuse_escapes(given, outputs, use.names)
+        _refuse_escapes(call.wholes, outputs, use.names)
         call.forget()
         return self._gated(call, token, outputs)
 
@@ -357,20 +356,17 @@ def _check_loss(loss: Any) -> None:
         raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
 
 
-def _recording(
-    fn: Callable[..., Any], call: _Call, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
-) -> Any:
+def _recording(fn: Callable[..., Any], call: _Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """Calls ``fn(weights, ...)``, which MindSpore records without keeping the whole weights."""
-    hooks = _release_hooks(call, wholes)
-    with _refusing_writes(call.wholes, call.use.names), mindspore.saved_tensors_hooks(*hooks):
+    with _refusing_writes(call.wholes, call.use.names), mindspore.saved_tensors_hooks(*_release_hooks(call)):
         return fn(weights, *args, **kwargs)
 
 
-def _release_hooks(call: _Call, wholes: Sequence[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+def _release_hooks(call: _Call) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     use, give = call.use, call.tape.bridge.give
     # By shape first: asking a MindSpore tensor for its address drains the queue.
     place: dict[tuple[int, ...], dict[int, int]] = {}
-    for i, whole in enumerate(wholes):
+    for i, whole in enumerate(call.wholes):
         if use.released[i]:
             place.setdefault(tuple(whole.shape), {})[whole.data_ptr()] = i
     watch = _Watch(call)
@@ -419,9 +415,7 @@ def _same_values(whole: Tensor, tensor: Tensor) -> bool:
     return values[0][0] != values[0][-1] and np.array_equal(*values)  # all alike, as in a bias of zeros, says nothing
 
 
-def _forgetting(
-    fn: Callable[..., Any], call: _Call, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
-) -> Any:
+def _forgetting(fn: Callable[..., Any], call: _Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """The same, and nothing but the arguments is kept: the rest is computed again in backward.
 
     MindSpore's own recomputation does it, which restores the random state and stops once it has what it needs.

@@ -63,7 +63,7 @@ class MindSporeHost(TorchBackend):
     def __init__(self) -> None:
         super().__init__()
         mindspore.set_device("CPU")  # before the first operator, which would choose another one
-        self._bridge = autograd.Bridge(hold, give, executor.sync)
+        self._bridge = autograd.Bridge(hold, self.give, executor.sync)
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> World:
@@ -94,6 +94,8 @@ class MindSporeHost(TorchBackend):
         return hold(tensor)
 
     def give(self, tensor: Tensor) -> mindspore.Tensor:
+        if not tensor.is_contiguous():
+            self.counters.bytes_copied += tensor.nbytes
         return give(tensor)
 
     def contiguous(self, tensor: Tensor) -> torch.Tensor:
