@@ -22,9 +22,9 @@ class HostForeach:
     """See `Foreach`."""
 
     def __init__(self) -> None:
-        from ._torch import FOREACH as torch_foreach
+        from ._torch import TorchForeach
 
-        self._torch = torch_foreach
+        self._torch = TorchForeach()
         self._backend = backends.get("mindspore")
 
     def _held(self, xs: Tensors) -> list[Any]:

@@ -22,9 +22,11 @@ KINDS = ("psum", "pmean", "pvary", "all_gather", "psum_scatter", "all_to_all", "
 
 
 @st.composite
-def calls(draw: Any, kinds: tuple[str, ...] = KINDS) -> tuple[Grid, Axes, str, tuple[int, ...], dict[str, Any]]:
+def calls(
+    draw: Any, kinds: tuple[str, ...] = KINDS, meshes: st.SearchStrategy[Grid] | None = None
+) -> tuple[Grid, Axes, str, tuple[int, ...], dict[str, Any]]:
     """A mesh, axes of it, a collective, a shape that it takes, and its further arguments."""
-    grid, kind = draw(grids()), draw(st.sampled_from(kinds))
+    grid, kind = draw(grids() if meshes is None else meshes), draw(st.sampled_from(kinds))
     axes = draw(axes_of(grid))
     n, shape, options = grid.size(axes), draw(shapes(max_size=4)), {}
     tiled = draw(st.booleans())
