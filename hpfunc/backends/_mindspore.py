@@ -6,20 +6,22 @@ the backend is first used.
 
 from __future__ import annotations
 
-import mindspore
+from typing import cast
+
 import numpy as np
 
 from ._base import Backend
 
-if int(np.__version__.split(".")[0]) >= 2:
-    raise ImportError(f"MindSpore {mindspore.__version__} needs numpy < 2, found {np.__version__}")
-
 
 def _backend() -> Backend:
+    if int(np.__version__.split(".")[0]) >= 2:  # with numpy 2 MindSpore's import, or its first operator, may fail
+        raise ImportError(f"MindSpore needs numpy < 2, found {np.__version__}")
+    import mindspore
+
     if mindspore.get_context("device_target") == "Ascend":
         from ._mindspore_ascend import MindSporeAscend
 
-        return MindSporeAscend()
+        return cast(Backend, MindSporeAscend())
     try:
         import torch  # noqa: F401 - the question is whether there is one
     except ImportError as error:

@@ -150,10 +150,13 @@ class MindSporeHost(TorchBackend):
 
 
 def _meet_as_msrun(timeout_s: float) -> None:
-    """Starts the gloo world of processes that `msrun` has started; its own scheduler keeps the port that it names."""
-    host, port = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"]) + 1
+    """Starts the gloo world of processes that `msrun` has started."""
+    # msrun runs the program once more, as a scheduler for MindSpore's own collectives. Nobody needs that one here: it
+    # ends, and the port that it was to serve is that of the rendezvous.
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        raise SystemExit(0)
     rank, size = int(os.environ["RANK_ID"]), int(os.environ["MS_WORKER_NUM"])
-    method = f"tcp://{host}:{port}"
+    method = f"tcp://{os.environ['MS_SCHED_HOST']}:{os.environ['MS_SCHED_PORT']}"
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
