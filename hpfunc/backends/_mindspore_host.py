@@ -15,8 +15,6 @@ queued operators read is safe: they hold it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -27,9 +25,10 @@ import torch.distributed as dist
 from mindspore.common.api import _pynative_executor as executor
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 
-from .._errors import LoweringError, MeshError, message
-from . import _mindspore_autograd as autograd
+from .._errors import MeshError, message
 from ._base import World
+from ._mindspore_common import MindSporeDifferentiation
+from ._mindspore_units import Bridge, dtype_of
 from ._torch import TorchBackend
 
 Tensor = Any
@@ -55,7 +54,7 @@ def give(tensor: Tensor) -> mindspore.Tensor:
     return mindspore.Tensor.from_numpy(tensor.numpy())
 
 
-class MindSporeHost(TorchBackend):
+class MindSporeHost(MindSporeDifferentiation, TorchBackend):
     """See `Backend`."""
 
     name = "mindspore"
@@ -63,7 +62,7 @@ class MindSporeHost(TorchBackend):
     def __init__(self) -> None:
         super().__init__()
         mindspore.set_device("CPU")  # before the first operator, which would choose another one
-        self._bridge = autograd.Bridge(hold, self.give, executor.sync)
+        self.bridge = Bridge(hold, self.give, executor.sync)
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> World:
@@ -76,12 +75,6 @@ class MindSporeHost(TorchBackend):
         return super().join(timeout_s, "cpu")
 
     # --- tensors ---------------------------------------------------------------------------------------------------
-    def is_abstract(self, value: Any) -> bool:
-        return False
-
-    def is_tensor(self, value: Any) -> bool:
-        return isinstance(value, mindspore.Tensor)
-
     def device_of(self, tensor: Tensor) -> str:
         return "cpu"
 
@@ -117,36 +110,7 @@ class MindSporeHost(TorchBackend):
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
         if isinstance(tensor, torch.Tensor):
             return super().cast(tensor, dtype)
-        return tensor if self.dtype_name(tensor) == dtype else tensor.astype(autograd.dtype_of(dtype))
-
-    # --- differentiation -------------------------------------------------------------------------------------------
-    def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
-        """MindSpore has no pytrees of its own."""
-
-    def tape(self, device: str) -> Any:
-        return autograd.MindSporeTape(self._bridge)
-
-    def linear(
-        self, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor
-    ) -> Tensor:
-        return autograd.linear(self._bridge, forward, transpose, x)
-
-    def is_transformed(self, tensors: Iterable[Tensor]) -> bool:
-        return autograd.is_transformed(tensors)
-
-    def use_plain(
-        self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
-    ) -> Any:
-        return autograd.use_plain(self._bridge, fn, wholes, names, *args, **kwargs)
-
-    def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
-        rule = "MindSpore's operators cannot run without data, so a step cannot be lowered before it has run"
-        hint = "run the step once; its schedule is `step.last_schedule`"
-        raise LoweringError(message("hpfunc.sharded", rule, hint=hint))
-
-    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], Callable[[int, Tensor], Any]]) -> Any:
-        """The whole tree is made first: MindSpore's operators can be neither recorded nor run without data."""
-        return autograd.keep_each(init_fn(), prepare)
+        return tensor if self.dtype_name(tensor) == dtype else tensor.astype(dtype_of(dtype))
 
 
 def _meet_as_msrun(timeout_s: float) -> None:

@@ -49,7 +49,9 @@ def test_plain_processes_with_the_usual_variables(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOG_v": "3"}
     env |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen([sys.executable, str(script)], env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, str(script)], env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     outputs = [process.communicate(timeout=120)[0] for process in started]

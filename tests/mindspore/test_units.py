@@ -107,7 +107,7 @@ def test_backwards_come_in_reverse_order_on_every_rank(pool: Callable[..., Pool]
 
 
 def features(rank: int) -> dict[str, Any]:
-    mesh, params, x = setting(rank, 2)
+    _, params, x = setting(rank, 2)
     unit = hp.unit(layer)
     loss = chain(unit)
 
@@ -173,7 +173,7 @@ def misuses(rank: int) -> dict[str, str]:
         "forward": outcome(hp.grad(failing), w, x),
         "backward": outcome(hp.grad(failing_backward), w, x),
         "bfloat16": outcome(hp.grad(lambda w, x: unit(w, x).mean(), numerics=half), w, x),
-        "pair": outcome(hp.grad(lambda w, x: unit(w, x)), w, x),
+        "pair": outcome(hp.grad(unit), w, x),
         "mixed": outcome(hp.shard, [x, torch.ones(2)], mesh, hp.P()),
         "torch": outcome(hp.shard, [torch.ones(2)], mesh, hp.P()),
         "device": outcome(hp.make_mesh, HSDP[0], HSDP[1], device="npu:0"),
