@@ -13,6 +13,7 @@ buffers together a separate send buffer was reported to fail (error 2). `MindSpo
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import weakref
@@ -178,6 +179,9 @@ class MindSporeAscend(MindSporeDifferentiation):
             return tensor
         self.counters.bytes_copied += tensor.nbytes
         return tensor.contiguous()
+
+    def digest(self, tensor: Tensor) -> int:
+        return int.from_bytes(hashlib.blake2b(tensor.asnumpy().tobytes(), digest_size=7).digest(), "big")
 
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:
         target.copy_(source if divisor == 1 else mint.div(source, divisor))

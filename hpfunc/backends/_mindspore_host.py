@@ -94,6 +94,9 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
     def contiguous(self, tensor: Tensor) -> torch.Tensor:
         return super().contiguous(hold(tensor))
 
+    def digest(self, tensor: Tensor) -> int:
+        return super().digest(hold(tensor))
+
     def copy(self, target: torch.Tensor, source: Tensor, divisor: int = 1) -> None:
         super().copy(target, hold(source), divisor)
 

@@ -58,6 +58,22 @@ def test_every_name_exists(pool: Callable[..., Pool], path: str) -> None:
         assert [text.split()[0] for text in bad] == ["runtime.NoSuchStream", "distributed.all_reduce:"], bad
 
 
+def missing(rank: int) -> dict[str, list[str]]:
+    from hpfunc.backends import _base
+    from hpfunc.backends._mindspore_ascend import MindSporeAscend
+    from hpfunc.backends._mindspore_host import MindSporeHost
+
+    parts = (_base.Processes, _base.Memory, _base.Communication, _base.Differentiation)
+    names = [name for part in parts for name in vars(part) if not name.startswith("_")]
+    assert len(names) > 30
+    return {c.__name__: [n for n in names if getattr(c, n, None) is None] for c in (MindSporeHost, MindSporeAscend)}
+
+
+def test_both_backends_have_every_method_of_the_protocol(pool: Callable[..., Pool]) -> None:
+    for found in pool(4, "mindspore").run(missing):
+        assert found == {"MindSporeHost": [], "MindSporeAscend": []}
+
+
 class Recorder:
     """Stands in for MindSpore's modules: writes down calls, and gives objects whose calls it writes down, too."""
 
