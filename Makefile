@@ -30,11 +30,18 @@ $(READY): requirements/dev.txt pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
 	@touch $@
 
+# MindSpore is large, and only its own demo and tests need it.
+MINDSPORE_READY := $(VENV)/.mindspore
+$(MINDSPORE_READY): $(READY) requirements/mindspore.txt
+	@echo "installing the packages of requirements/mindspore.txt (once, takes minutes)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-deps -r requirements/mindspore.txt
+	@touch $@
+
 .PHONY: setup
 setup: $(READY) ## create the virtual environment, or bring it up to date
 
 .PHONY: demo
-demo: $(READY) ## train a language model on real text over 4 processes
+demo: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## train a language model on real text over 4 processes; BACKEND=mindspore
 	HPFUNC_BACKEND=$(BACKEND) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/$(BACKEND)/train_text.py $(DEMO_ARGS)
 
 .PHONY: bench

@@ -52,24 +52,18 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Returns ``x @ w.T + b``, without a saved copy of `w`."""
     if isinstance(x, torch.Tensor):
         return torch.nn.functional.linear(x, w, b)
-    from mindspore.mint.nn.functional import linear
-
-    return linear(x, w, b)
+    return importlib.import_module("mindspore.mint.nn.functional").linear(x, w, b)
 
 
 def tanh(x: Tensor) -> Tensor:
     """Returns the hyperbolic tangent."""
     if isinstance(x, torch.Tensor):
         return torch.tanh(x)
-    from mindspore import mint
-
-    return mint.tanh(x)
+    return importlib.import_module("mindspore.mint").tanh(x)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
     """Returns ``factor * x``. MindSpore rounds a number to float32 first, also for a float64 tensor."""
     if isinstance(x, torch.Tensor):
         return factor * x
-    import mindspore
-
-    return x * mindspore.Tensor(factor, x.dtype)
+    return x * importlib.import_module("mindspore").Tensor(factor, x.dtype)

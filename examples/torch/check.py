@@ -10,7 +10,8 @@ import model
 import optree
 import torch
 from text import Text
-from train_text import batch, make_step, units
+from training import Framework, batch, make_step
+from transformer import Config
 
 import hpfunc as hp
 
@@ -20,27 +21,29 @@ LEAF_TOLERANCE = 1e-10
 LOSS_TOLERANCE = 1e-5
 
 
-def run(args: argparse.Namespace, mesh: hp.Mesh, data: Text, say: Callable[[str], None]) -> int:
+def run(framework: Framework, args: argparse.Namespace, mesh: hp.Mesh, data: Text, say: Callable[[str], None]) -> int:
     """Compares, prints what it found, and returns 0 if all is well, on every rank alike."""
     policy = hp.Policy(args.prefetch, args.release, args.pack_below_bytes)
-    double = model.Config(args.dim, args.layers, args.context, torch.float64)
-    single = model.Config(args.dim, args.layers, args.context, torch.float32)
+    double = Config(args.dim, args.layers, args.context, "float64")
+    single = Config(args.dim, args.layers, args.context, "float32")
 
-    weights, _ = _sharded(args, double, hp.optim.sgd(RATE), mesh, policy, data)
+    weights, _ = _sharded(framework, args, double, hp.optim.sgd(RATE), mesh, policy, data)
     say("float64 with SGD: relative difference of each leaf after 20 steps")
     worst = 0.0
     if mesh.rank == 0:
-        wanted, _ = _alone(args, double, lambda p: torch.optim.SGD(p, RATE), mesh.size, data)
+        wanted, _ = _alone(framework, args, double, lambda p: torch.optim.SGD(p, RATE), mesh.size, data)
         for path, got, want in zip(optree.tree_paths(weights), optree.tree_leaves(weights), wanted, strict=True):
             difference = float((got - want).norm() / want.norm())
             say(f"  {difference:.1e}  {'.'.join(map(str, path))}")
             worst = max(worst, difference)
 
-    _, losses = _sharded(args, single, hp.optim.adamw(1e-3, weight_decay=0.01), mesh, policy, data)
+    _, losses = _sharded(framework, args, single, hp.optim.adamw(1e-3, weight_decay=0.01), mesh, policy, data)
     say("float32 with AdamW: loss of each step, and its difference")
     apart = 0.0
     if mesh.rank == 0:
-        _, wanted = _alone(args, single, lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01), mesh.size, data)
+        _, wanted = _alone(
+            framework, args, single, lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01), mesh.size, data
+        )
         for number, (got, want) in enumerate(zip(losses, wanted, strict=True)):
             say(f"  {number:2d}  {want:.6f}  {abs(got - want):.1e}")
             apart = max(apart, abs(got - want))
@@ -54,8 +57,9 @@ def run(args: argparse.Namespace, mesh: hp.Mesh, data: Text, say: Callable[[str]
 
 
 def _sharded(
+    framework: Framework,
     args: argparse.Namespace,
-    config: model.Config,
+    config: Config,
     optimizer: hp.optim.Optimizer,
     mesh: hp.Mesh,
     policy: hp.Policy,
@@ -64,16 +68,17 @@ def _sharded(
     """Returns the whole weights after training with hpfunc, and the loss of each step."""
     torch.manual_seed(args.seed)
     params = hp.init(lambda: model.init(config), mesh, hp.P("shard"))
-    step, state, losses = make_step(units(), optimizer, mesh, policy), optimizer.init(params), []
+    step, state, losses = make_step(framework, optimizer, mesh, policy), optimizer.init(params), []
     for number in range(NUM_STEPS):
-        params, state, loss = step(params, state, *batch(args, data, number, mesh.rank))
+        params, state, loss = step(params, state, *batch(args, data, framework, number, mesh.rank))
         losses.append(float(loss))
     return hp.unshard(params), losses
 
 
 def _alone(
+    framework: Framework,
     args: argparse.Namespace,
-    config: model.Config,
+    config: Config,
     make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     num_ranks: int,
     data: Text,
@@ -84,7 +89,9 @@ def _alone(
     leaves, losses = [leaf.requires_grad_() for leaf in optree.tree_leaves(cast(Any, params))], []
     optimizer = make_optimizer(leaves)
     for number in range(NUM_STEPS):
-        each = [model.loss(model.PLAIN, params, *batch(args, data, number, rank)) for rank in range(num_ranks)]
+        each = [
+            model.loss(model.PLAIN, params, *batch(args, data, framework, number, rank)) for rank in range(num_ranks)
+        ]
         loss = torch.stack(each).mean()
         optimizer.zero_grad()
         loss.backward()

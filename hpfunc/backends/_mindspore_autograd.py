@@ -22,7 +22,7 @@ import mindspore
 import optree
 from mindspore import ops
 from mindspore.common._grad_function import _Function
-from mindspore.common.api import _pynative_executor as executor
+from mindspore.graph.api import _pynative_executor as executor
 
 from .._errors import LeafError, UsageError, message
 from ._base import UnitUse

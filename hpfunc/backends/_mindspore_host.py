@@ -22,7 +22,7 @@ import mindspore
 import numpy as np
 import torch
 import torch.distributed as dist
-from mindspore.common.api import _pynative_executor as executor
+from mindspore.graph.api import _pynative_executor as executor
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 
 from .._errors import MeshError, message
