@@ -14,7 +14,7 @@ import transformer
 from mindspore import mint, ops
 from transformer import HEAD_DIM, LOOK_BACK, Config, Layers, forward
 
-Tensor = mindspore.Tensor
+Tensor = Any
 
 
 def init(config: Config) -> dict[str, Any]:
@@ -22,9 +22,9 @@ def init(config: Config) -> dict[str, Any]:
     dtype = np.dtype(config.dtype)
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:
-        return Tensor.from_numpy((np.random.standard_normal((rows, columns)) * deviation).astype(dtype))
+        return mindspore.Tensor.from_numpy((np.random.standard_normal((rows, columns)) * deviation).astype(dtype))
 
-    return transformer.init(config, normal, lambda n: Tensor.from_numpy(np.ones(n, dtype)))
+    return transformer.init(config, normal, lambda n: mindspore.Tensor.from_numpy(np.ones(n, dtype)))
 
 
 def _norm(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def block(weights: dict[str, Any], x: Tensor) -> Tensor:
     wide = F.linear(_norm(attention["norm"], x), attention["inputs"])
     q, k, v = wide.reshape(batch, length, 3, dim // HEAD_DIM, HEAD_DIM).permute(2, 0, 3, 1, 4)
     scores = mint.matmul(q, k.permute(0, 1, 3, 2)) * HEAD_DIM**-0.5
-    future = Tensor.from_numpy(np.triu(np.ones((length, length), bool), 1))
+    future = mindspore.Tensor.from_numpy(np.triu(np.ones((length, length), bool), 1))
     seen = mint.matmul(ops.softmax(ops.masked_fill(scores, future, -1e9), -1), v)
     x = x + F.linear(seen.permute(0, 2, 1, 3).reshape(batch, length, dim), attention["output"])
     return x + F.linear(ops.gelu(F.linear(_norm(mlp["norm"], x), mlp["inputs"]), "none"), mlp["output"])
@@ -72,7 +72,7 @@ def generate(params: dict[str, Any], prompt: bytes, count: int, context: int, se
     """Returns the prompt and `count` bytes drawn after it, from whole weights."""
     rng, text = np.random.default_rng(seed), list(prompt)
     for _ in range(count):
-        inputs = Tensor.from_numpy(np.array([text[-context:]], np.int32))
+        inputs = mindspore.Tensor.from_numpy(np.array([text[-context:]], np.int32))
         scores = forward(PLAIN, params, inputs)[0, -1].asnumpy().astype(np.float64) / 0.8
         odds = np.exp(scores - scores.max())
         text.append(int(rng.choice(len(odds), p=odds / odds.sum())))

@@ -139,10 +139,11 @@ class MindSporeAscend(MindSporeDifferentiation):
         return {key: self._store.get(key).decode() for key in written}
 
     def exchange(self, group: str, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
-        start, found = time.perf_counter(), [None] * distributed.get_world_size(group)
+        found: list[Any] = [None] * distributed.get_world_size(group)
+        start = time.perf_counter()
         distributed.all_gather_object(found, list(numbers), group)
         poll(label, time.perf_counter() - start)
-        return found  # type: ignore[return-value]
+        return found
 
     def exchange_text(self, group: str, text: str) -> list[str]:
         found: list[Any] = [None] * distributed.get_world_size(group)

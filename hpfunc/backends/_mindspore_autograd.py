@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mindspore
 import optree
@@ -190,7 +190,7 @@ class MindSporeTape:
             rule = "a unit is called where mindspore.recompute, or another pair of saved-tensor hooks, is at work"
             raise UsageError(message(UNIT, rule, hint="recompute by units: hpfunc.unit(fn, remat=True)"))
         wholes = use.before_forward()
-        inputs = [leaf for leaf in optree.tree_leaves([args, kwargs]) if is_tensor(leaf)]
+        inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if is_tensor(leaf)]
         use.needs_backward = any(use.trainable) or any(x._requires_grad for x in inputs)
         if not use.needs_backward:
             return use_plain(self.bridge, fn, wholes, use.names, *args, **kwargs)

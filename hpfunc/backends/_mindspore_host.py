@@ -22,8 +22,8 @@ import mindspore
 import numpy as np
 import torch
 import torch.distributed as dist
-from mindspore.graph.api import _pynative_executor as executor
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
+from mindspore.graph.api import _pynative_executor as executor
 
 from .._errors import MeshError, message
 from ._base import World

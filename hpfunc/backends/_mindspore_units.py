@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import mindspore
 import numpy as np
@@ -182,8 +182,8 @@ class _Watch:
 
 
 def _same_values(whole: Tensor, tensor: Tensor) -> bool:
-    values = [np.sort(x.asnumpy().reshape(-1).view(f"u{x.itemsize}")) for x in (whole, tensor)]
-    return values[0][0] != values[0][-1] and np.array_equal(*values)  # all alike, as in a bias of zeros, says nothing
+    first, second = (np.sort(x.asnumpy().reshape(-1).view(f"u{x.itemsize}")) for x in (whole, tensor))
+    return first[0] != first[-1] and np.array_equal(first, second)  # all alike, as in a bias of zeros, says nothing
 
 
 def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], ar
     MindSpore's own recomputation does it, which restores the random state and stops once it has what it needs.
     """
     first = [weights]
-    leaves, treedef = optree.tree_flatten((args, kwargs))
+    leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
     places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
     tensors = [leaves[i] for i in places]
     rest = [None if is_tensor(leaf) else leaf for leaf in leaves]

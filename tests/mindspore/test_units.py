@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hpfunc as hp
+from hpfunc.backends import get
 from tests import frameworks as ops
 from tests.frameworks import needs_mindspore, to_framework, to_torch
 from tests.models import Model
@@ -47,7 +48,7 @@ def chain(unit: Callable[..., Any]) -> Callable[..., Any]:
 def whole_buffers(rank: int, remat: bool, release: Any) -> tuple[int, int, list[torch.Tensor]]:
     """Returns the most whole weights that were alive at once, those after the steps, and the gradients."""
     mesh, params, x = setting(rank)
-    backend = hp.backends.get("mindspore")
+    backend = get("mindspore")
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     peak, plain = 0, backend.empty
 
@@ -59,7 +60,8 @@ def whole_buffers(rank: int, remat: bool, release: Any) -> tuple[int, int, list[
             peak = max(peak, len(alive))
         return tensor
 
-    policy = hp.Policy(1, release, pack_below_bytes=0)
+    policy: Any = hp.Policy(1, release, pack_below_bytes=0)
+    grads: Any = None
     step = hp.sharded(hp.grad(chain(hp.unit(layer, remat=remat))), mesh, policy=policy, debug=True)
     backend.empty = empty
     try:
@@ -162,7 +164,7 @@ def misuses(rank: int) -> dict[str, str]:
         def broken(_: Any) -> Any:
             raise ValueError("in backward")
 
-        backend = hp.backends.get("mindspore")
+        backend = get("mindspore")
         return backend.linear(lambda t: t, broken, unit(w, x)).mean()
 
     half = hp.Numerics("bfloat16", cast_inputs=True)
