@@ -15,6 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
+from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
 from tests.test_execute import layers, local_leaves
@@ -39,7 +40,7 @@ class Run:
 def train(rank: int, model: Model, layout: Layout, run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     """Returns the local gradients of the last step, the whole weights after it, and whether it was planned."""
     mesh = mesh_of(layout.shape, layout.names)
-    weights = model.weights(run.dtype)
+    weights = to_framework(model.weights(run.dtype))
     params = hp.shard(weights, mesh, layout.specs(weights))
     loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
     grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
@@ -47,12 +48,12 @@ def train(rank: int, model: Model, layout: Layout, run: Run) -> tuple[list[torch
     grads: Any = None
     for number in range(STEPS):
         batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
-        value, grads = step(params, batch)
-        assert torch.allclose(value, model.loss(hp.unshard(params, mesh.axis_names), batch))
+        value, grads = step(params, to_framework(batch))
+        assert torch.allclose(to_torch(value), model.loss(to_torch(hp.unshard(params, mesh.axis_names)), batch))
         params = sgd(params, grads)
     return (
-        optree.tree_leaves(grads),
-        optree.tree_leaves(hp.unshard(params, mesh.axis_names)),
+        optree.tree_leaves(to_torch(grads)),
+        optree.tree_leaves(to_torch(hp.unshard(params, mesh.axis_names))),
         run.policy is not None and step.followed_plan,
     )
 
@@ -126,7 +127,7 @@ def test_every_schedule_gives_the_bits_of_the_eager_reference(
 def train_loosely(rank: int, model: Model, layout: Layout, run: Run) -> Any:
     """As `train`, without a judgement of the loss."""
     mesh = mesh_of(layout.shape, layout.names)
-    weights = model.weights(run.dtype)
+    weights = to_framework(model.weights(run.dtype))
     params = hp.shard(weights, mesh, layout.specs(weights))
     loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
     grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
@@ -134,10 +135,11 @@ def train_loosely(rank: int, model: Model, layout: Layout, run: Run) -> Any:
     grads: Any = None
     for number in range(STEPS):
         batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
-        _, grads = step(params, batch)
+        _, grads = step(params, to_framework(batch))
         params = sgd(params, optree.tree_map(lambda g: g.float(), grads))
     followed = run.policy is not None and step.followed_plan
-    return optree.tree_leaves(grads), optree.tree_leaves(hp.unshard(params, mesh.axis_names)), followed
+    wholes = to_torch(hp.unshard(params, mesh.axis_names))
+    return optree.tree_leaves(to_torch(grads)), optree.tree_leaves(wholes), followed
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
