@@ -18,7 +18,10 @@ def _backend() -> Backend:
         raise ImportError(f"MindSpore needs numpy < 2, found {np.__version__}")
     import mindspore
 
-    if mindspore.get_context("device_target") == "Ascend":
+    target = mindspore.get_context("device_target")
+    if target not in ("Ascend", "CPU"):
+        raise ImportError(f"MindSpore runs on {target} here; hpfunc knows its CPU and Ascend (mindspore.set_device)")
+    if target == "Ascend":
         from ._mindspore_ascend import MindSporeAscend
 
         return cast(Backend, MindSporeAscend())

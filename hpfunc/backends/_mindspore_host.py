@@ -15,6 +15,7 @@ queued operators read is safe: they hold it.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -61,7 +62,8 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        mindspore.set_device("CPU")  # before the first operator, which would choose another one
+        with suppress(RuntimeError):  # too late: an operator has run, and it was on the CPU
+            mindspore.set_device("CPU")  # the first operator would choose another one
         self.bridge = Bridge(hold, self.give, executor.sync)
 
     # --- processes -------------------------------------------------------------------------------------------------

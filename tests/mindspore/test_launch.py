@@ -20,8 +20,9 @@ SCRIPT = """
 import mindspore
 import hpfunc as hp
 
+one = mindspore.mint.zeros((1,)) + 1  # an operator that ran before hpfunc chose the device
 mesh = hp.make_mesh((2,), "shard")
-total = hp.psum(mindspore.Tensor([1.0 + mesh.rank]), "shard", mesh=mesh)
+total = hp.psum(one + mesh.rank, "shard", mesh=mesh)
 print(f"rank {mesh.rank} of {mesh.size}: {mesh.framework}, {float(total)}")
 """
 
