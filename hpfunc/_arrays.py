@@ -178,7 +178,7 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
 
     `init_fn` first runs without data. What it does is then replayed operator by operator; each tensor is cut as soon as
     it is final, so that about one of them is whole at a time. Values, and the numbers drawn from the random generator,
-    are those of ``shard(init_fn(), mesh, specs)``.
+    are those of ``shard(init_fn(), mesh, specs)``. MindSpore cannot replay: there the whole tree is made first.
 
     Args:
         init_fn: takes nothing, returns a pytree of tensors; the same on all ranks, random seeds included.
