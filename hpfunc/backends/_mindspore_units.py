@@ -21,6 +21,7 @@ from mindspore import ops
 
 from .._errors import HpfuncWarning, UsageError, message
 from ._base import UnitUse
+from ._contract import refusing_writes
 
 Tensor = Any
 UNIT = "hpfunc.unit"
@@ -42,19 +43,6 @@ def dtype_of(name: str) -> Any:
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, mindspore.Tensor)
-
-
-@contextmanager
-def _refusing_writes(wholes: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
-    versions = [whole._version for whole in wholes]
-    try:
-        yield
-    finally:
-        written = [name for name, whole, v in zip(names, wholes, versions, strict=True) if whole._version != v]
-        if written:
-            rule = "the unit writes in place into gathered weights"
-            hint = "whole weights are read-only; write `w = w + ...`, or keep state out of the weights"
-            raise UsageError(message(UNIT, rule, written, hint=hint))
 
 
 @contextmanager
@@ -84,7 +72,7 @@ def use_plain(
 ) -> Any:
     """Calls ``fn(wholes, ...)`` without hooks, drains the queue, and refuses writes into the weights and escapes."""
     given = [bridge.give(whole) for whole in wholes]
-    with explaining(names), _refusing_writes(given, names):
+    with explaining(names), refusing_writes(given, names):
         outputs = fn(given, *args, **kwargs)
         bridge.drain()
     refuse_escapes(given, outputs, names)
@@ -129,7 +117,7 @@ class Call:
 
 def recording(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """Calls ``fn(weights, ...)``, which MindSpore records without keeping the whole weights."""
-    with _refusing_writes(call.wholes, call.use.names), mindspore.saved_tensors_hooks(*_release_hooks(call)):
+    with refusing_writes(call.wholes, call.use.names), mindspore.saved_tensors_hooks(*_release_hooks(call)):
         return fn(weights, *args, **kwargs)
 
 
@@ -204,5 +192,5 @@ def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], ar
         args, kwargs = optree.tree_unflatten(treedef, filled)
         return fn(first.pop() if first else call.wholes_again(), *args, **kwargs)
 
-    with _refusing_writes(call.wholes, call.use.names):
+    with refusing_writes(call.wholes, call.use.names):
         return mindspore.recompute(block, *tensors, use_reentrant=False)

@@ -31,8 +31,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import optree
@@ -45,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import LeafError, UsageError, message
 from ._base import UnitUse
+from ._contract import refusing_writes
 
 Tensor = torch.Tensor
 
@@ -171,19 +171,6 @@ def _is_under_reentrant_checkpoint() -> bool:
     return False
 
 
-@contextmanager
-def _refusing_writes(wholes: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
-    versions = [whole._version for whole in wholes]
-    try:
-        yield
-    finally:
-        written = [name for name, whole, v in zip(names, wholes, versions, strict=True) if whole._version != v]
-        if written:
-            rule = "the unit writes in place into gathered weights"
-            hint = "whole weights are read-only; write `w = w + ...`, or keep state out of the weights"
-            raise UsageError(message("hpfunc.unit", rule, written, hint=hint))
-
-
 def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
     owners = {_storage(whole): name for name, whole in zip(names, wholes, strict=True)}
     tensors = [leaf for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -198,7 +185,7 @@ def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]
 def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
     """Calls ``fn(wholes, ...)`` without hooks, and refuses writes into the weights and escapes."""
     wholes = [whole.detach() for whole in wholes]
-    with _refusing_writes(wholes, names):
+    with refusing_writes(wholes, names):
         outputs = fn(wholes, *args, **kwargs)
     _refuse_escapes(wholes, outputs, names)
     return outputs
@@ -208,7 +195,7 @@ def _recording(
     fn: Callable[..., Any], use: UnitUse, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
 ) -> Any:
     """Calls ``fn(weights, ...)``, which autograd records without keeping the whole weights; refuses what may not be."""
-    with _refusing_writes(wholes, use.names), saved_tensors_hooks(*_release_hooks(use, wholes)):
+    with refusing_writes(wholes, use.names), saved_tensors_hooks(*_release_hooks(use, wholes)):
         outputs = fn(weights, *args, **kwargs)
     _refuse_escapes(wholes, outputs, use.names)
     return outputs

@@ -14,7 +14,7 @@ from tests.frameworks import needs_mindspore
 from tests.mindspore.test_parity import MESHES
 from tests.models import Layout, Model, layouts, models, policies
 from tests.ranks import Pool
-from tests.test_accumulate import NUMERICS, Run, one_big_batch, train, train_loosely
+from tests.test_accumulate import NUMERICS, Run, one_big_batch, train
 from tests.test_parity import assert_close, assert_same_bits
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
@@ -42,8 +42,8 @@ def test_every_schedule_gives_the_bits_of_the_eager_reference(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy, mode: str, numerics: hp.Numerics
 ) -> None:
     ranks = pool(4, "mindspore")
-    eager = ranks.run(train_loosely, model, layout, Run(2, mode, None, numerics, torch.float32))
-    planned = ranks.run(train_loosely, model, layout, Run(2, mode, policy, numerics, torch.float32))
+    eager = ranks.run(train, model, layout, Run(2, mode, None, numerics, torch.float32))
+    planned = ranks.run(train, model, layout, Run(2, mode, policy, numerics, torch.float32))
     for (grads, weights, followed), (eager_grads, eager_weights, _) in zip(planned, eager, strict=True):
         assert followed
         assert_same_bits(grads, eager_grads)
