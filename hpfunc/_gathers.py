@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ._draft import Draft
 from ._messages import gathered_messages, in_place, is_received_in_place
-from ._schedule import Communicator, Region
+from ._program import COMPUTES
+from ._schedule import Communicator, Region, Stream
 from ._windows import Windows
 
 
@@ -35,33 +36,35 @@ class Gathers:
     def before(self, event: int) -> list[Region]:
         """Makes the unit of a compute event whole and gathers ahead; returns what the event reads."""
         index = self._unit(event)
+        self._called.add(index)
         if not self._windows.is_in_place(index) and index not in self._wholes:
             self._launch(index)
-        self._called.add(index)
+        self._launch_ahead(event)  # what has become near since the event before, and what has come to exist
         self._finish(index)
-        for other in self._ahead(event, index):
-            if other not in self._wholes and self._known(other):
-                self._launch(other)
         wholes = self._wholes.get(index, {})
         return [wholes[w] if w in wholes else self._draft.shard(w) for w in self._program.units[index].weights]
 
     def after(self, event: int) -> None:
-        """Releases the unit of a compute event if the policy says so."""
+        """Releases the unit of a compute event if the policy says so, and gathers in its place what comes near."""
         index = self._unit(event)
         if index in self._wholes and not self._keeps(index, event):
             self._release(index)
+        if event + 1 < len(self._program.events) and self._program.events[event + 1].kind in COMPUTES:
+            self._launch_ahead(event + 1)
 
     def end(self) -> None:
         """Releases every unit that is still whole."""
         for index in tuple(self._wholes):
             self._release(index)
 
-    def _ahead(self, event: int, unit: int) -> tuple[int, ...]:
-        """Returns the units that are to be whole, or under way, while that of an event computes."""
-        near = self._windows.near(event)
+    def _launch_ahead(self, event: int) -> None:
+        """Issues the gathers of the units that are to be under way while that of an event computes."""
+        own, near = self._unit(event), self._windows.near(event)
         forward = self._program.events[event].kind == "forward"
         depth = self._policy.prefetch if forward else self._policy.backward_depth
-        return near[: depth + (unit in near[:1])]
+        for unit in near[: depth + (own in near[:1])]:
+            if unit != own and unit not in self._wholes and self._known(unit):
+                self._launch(unit)
 
     def _keeps(self, unit: int, event: int) -> bool:
         release = self._windows.releases[unit]
@@ -85,10 +88,15 @@ class Gathers:
         label = draft.unit(unit)
         weights = tuple(dict.fromkeys(program.units[unit].weights))
         cut = tuple(w for w in weights if program.weights[w].num_shards > 1)
-        wholes = self._wholes[unit] = {w: self._whole(w) for w in weights if not in_place(program.weights[w])}
+        buckets = gathered_messages(program, unit, self._policy)
+        packed = {w for bucket in buckets if not is_received_in_place(program, bucket) for w in bucket}
+        wholes = self._wholes[unit] = {
+            w: self._whole(w, "compute" if w in packed else "gather")
+            for w in weights
+            if not in_place(program.weights[w])
+        }
         if casts := [w for w in wholes if w not in cut]:
             draft.local(f"cast {label}", "copy", "gather", [draft.shard(w) for w in casts], [wholes[w] for w in casts])
-        buckets = gathered_messages(program, unit, self._policy)
         flying = [self._message(label, bucket, wholes) for bucket in buckets]
         launches: defaultdict[tuple[str, ...], list[_Message]] = defaultdict(list)
         for message in flying:
@@ -115,22 +123,26 @@ class Gathers:
         return _Message(bucket, sent, draft.buffer("gathered", of, numel * first.num_shards, first.dtype, "gather"))
 
     def _finish(self, unit: int) -> None:
-        """Issues what follows the launch: late, because where the host does it, it has to wait for the launch."""
+        """Unpacks what has been gathered.
+
+        On the stream of compute: there it keeps no later gather waiting, and a host that does it itself has issued
+        those before it waits.
+        """
         wholes = self._wholes.get(unit, {})
         for message in self._flying.pop(unit, ()):
             if message.received != wholes[message.weights[0]]:
                 of = self._draft.weight(message.weights[0]) if len(message.weights) == 1 else self._draft.unit(unit)
                 targets = [wholes[w] for w in message.weights]
                 self._draft.local(
-                    f"unpack {of}", "unpack_wholes", "gather", [message.received], targets, weights=message.weights
+                    f"unpack {of}", "unpack_wholes", "compute", [message.received], targets, weights=message.weights
                 )
                 self._draft.free(message.received)
             if message.sent != self._draft.shard(message.weights[0]):
                 self._draft.free(message.sent)
 
-    def _whole(self, weight: int) -> Region:
+    def _whole(self, weight: int, stream: Stream) -> Region:
         w = self._program.weights[weight]
-        return self._draft.buffer("whole", self._draft.weight(weight), w.whole_numel, w.dtype, "gather", weight)
+        return self._draft.buffer("whole", self._draft.weight(weight), w.whole_numel, w.dtype, stream, weight)
 
     def _release(self, unit: int) -> None:
         for region in self._wholes.pop(unit).values():

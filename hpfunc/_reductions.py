@@ -14,11 +14,13 @@ from ._schedule import Communicator, Region
 
 # Note [The four steps of a backward]
 # k counts units down; the gradients of unit k are ready after its backward. Then, in this order:
-#   step 1  the reduce-scatter of k+1 is awaited: its sums are formed, the whole gradients that it has sent are freed;
-#   step 2  the gradients of k+1 are delivered, if no axis is left to reduce;
-#   step 3  the reduce-scatter of k is launched, into its slices of the reduce buffer;
+#   step 1  the reduce-scatter of k is launched, into its slices of the reduce buffer;
+#   step 2  that of k+1 is awaited: its sums are formed, the whole gradients that it has sent are freed;
+#   step 3  the gradients of k+1 are delivered, if no axis is left to reduce;
 #   step 4  the all-reduce of k+1 is launched, on its whole reduce buffer, in place.
 # So while unit k-1 computes, k is scattered and k+1 all-reduced. At most two units have whole gradients at any time.
+# Step 1 comes first for the host's sake: where it waits itself (gloo), the network has work meanwhile, for one more
+# staging buffer. On a device the order of the two says nothing.
 # The last unit's steps, and the wait for all all-reduces, are at the end of the backward. Units that share a reduce
 # buffer (`Policy.reduce_bucket_bytes`) take step 4 together, after the last of them.
 #
@@ -138,11 +140,10 @@ class Reductions:
     def _advance(self, event: int, label: str) -> None:
         """Takes the four steps."""
         previous, self._pending = self._pending, _Group(label, self._carries[event])
+        self._scatter(self._pending, event)
         if previous:
             self._await(previous)
             self._deliver([bundle for bundle in previous.complete if bundle.first.num_replicas == 1])
-        self._scatter(self._pending, event)
-        if previous:
             self._all_reduce(previous.complete)
 
     def end(self, event: int) -> None:
@@ -182,7 +183,7 @@ class Reductions:
             gradient = total
         self._gradients[weight] = gradient
 
-    # ----------------------------------------------------------------------------------------- step 3: reduce-scatter
+    # ----------------------------------------------------------------------------------------- step 1: reduce-scatter
 
     def _scatter(self, group: _Group, event: int) -> None:
         """Launches the reduce-scatter of an event: one launch over each communicator, whatever the bundles."""
@@ -263,7 +264,7 @@ class Reductions:
         group.sums.append(_Sums(first.num_shards, staged, targets))
         group.spent += staged
 
-    # ------------------------------------------------------------------------------------ steps 1, 2 and 4, and the end
+    # ------------------------------------------------------------------------------------ steps 2 to 4, and the end
 
     def _await(self, group: _Group) -> None:
         for sums in group.sums:

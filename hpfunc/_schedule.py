@@ -297,5 +297,5 @@ def _step(schedule: Schedule, op: Op) -> str:
     if op.stream == "all_reduce":
         return "step 4"
     if isinstance(op, Deliver) or kind in ("scale", "reduce") or (op.stream, kind) == ("compute", "copy"):
-        return "step 2"
-    return "step 1" if isinstance(op, Free) or kind == "sum_parts" else "step 3"
+        return "step 3"
+    return "step 2" if isinstance(op, Free) or kind == "sum_parts" else "step 1"

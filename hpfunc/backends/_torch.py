@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ from . import _torch_init as init
 from ._base import Collective, Counters, Poll, Purpose, World
 
 POLL_S = 0.5
+
+# Note [Small messages travel apart]
+# gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
+# messages of megabytes waits behind their bytes before both sides have agreed to send it, and holds up what comes after
+# it: on a link of 1 Gbit/s that is 6 to 8 ms for each, as long as a megabyte takes. Over a group of its own it costs
+# nothing. NCCL and HCCL send the messages of one launch together, so they need no second group.
+SMALL_BYTES = 1 << 16
+_SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
 
 
 class _HostPending:
@@ -157,6 +166,7 @@ class TorchBackend:
     def __init__(self) -> None:
         self.counters = Counters()
         self._groups: dict[tuple[object, ...], Any] = {}
+        self._for_small: dict[Any, Any] = {}  # by group; see Note [Small messages travel apart]
         self._streams: dict[str, _HostStreams | _DeviceStreams] = {}
 
     # --- processes -------------------------------------------------------------------------------------------------
@@ -181,19 +191,23 @@ class TorchBackend:
         if key not in self._groups:
             if not dist.is_initialized():
                 raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
-            self._groups[key] = dist.new_group(
+            make = partial(
+                dist.new_group,
                 list(ranks),
                 timeout=timedelta(seconds=timeout_s),
                 backend="gloo" if on_host else None,
                 use_local_synchronization=True,
-                group_desc=f"hpfunc {purpose}",
                 sort_ranks=False,
             )
+            group = self._groups[key] = make(group_desc=f"hpfunc {purpose}")
+            if on_host and purpose in _SCHEDULED:
+                self._for_small[group] = make(group_desc=f"hpfunc {purpose} small")
         return self._groups[key]
 
     def abort(self) -> None:
         # The groups stay registered, so that the new ones get new names: their rendezvous must not meet the old keys.
-        groups, self._groups = list(self._groups.values()), {}
+        groups = [*self._groups.values(), *self._for_small.values()]
+        self._groups, self._for_small = {}, {}
         for group in groups:
             group.abort()
 
@@ -313,7 +327,11 @@ class TorchBackend:
             self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
         if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
             return [collectives.start_together(collective, group, pairs)]
-        return [collectives.start(collective, group, send, receive, async_op=True) for send, receive in pairs]
+        small = self._for_small.get(group, group)
+        return [
+            collectives.start(collective, small if send.nbytes < SMALL_BYTES else group, send, receive, async_op=True)
+            for send, receive in pairs
+        ]
 
     def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
         self.counters.count("broadcast", tensor.nbytes)
