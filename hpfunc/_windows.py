@@ -16,8 +16,8 @@ from ._schedule import itemsize
 # The units *near* event i are the first `depth + 1` different ones that are used from i on; units that need no
 # gather do not count. Before event i the near units are gathered, in the order of their use. Those that come near when
 # event i - 1 ends are gathered right after it, and are under way while event i still waits for its own. After event i,
-# its unit is released unless it is near event i + 1. So every unit that is whole or in flight is near the current event,
-# hence there are at most `depth + 1` of them: the units near i + 1 include all units near i but that of event i, because
+# its unit is released unless it is near event i + 1. So every unit that is whole or in flight is near the current
+# event, hence there are at most `depth + 1` of them: the units near i + 1 include all units near i but that of i, as
 # taking the first use off a list moves no other first use back. What is released is always what is used again last, or
 # never: no choice of the same size gathers less. At the turn from forward to backward the last `depth + 1` units
 # stay whole. Where the unit of event i needs no gather, one unit less is gathered ahead: the depth counts the same.
