@@ -56,7 +56,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
 
 
 def program(rank: int, *arguments: str, forgotten: int | None = None) -> tuple[int, str]:
-    """Runs the file as a program; returns its exit code and what it printed. One of its all-reduces may be forgotten."""
+    """Runs the file as a program; returns its exit code and what it printed. One all-reduce may be forgotten."""
     backend, count, output = cast(Any, get("torch")), itertools.count(), io.StringIO()
     launch = backend.launch
 
