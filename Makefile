@@ -53,7 +53,7 @@ test: $(READY) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k 
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: check
-check: lint types imports doctest docs ## run every static check, the docstring examples and the docs build
+check: lint types imports docs ## run every static check and the docs build
 
 .PHONY: lint
 lint: $(READY)
@@ -69,7 +69,7 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 .PHONY: doctest
-doctest: $(READY)
+doctest: $(READY) ## run the docstring examples of the package, which `make test` runs too
 	$(BIN)/python -m pytest -q hpfunc
 
 .PHONY: docs

@@ -1,9 +1,9 @@
-"""A process that measures the peak memory of a planned step: ``python -m tests.peak_memory RANK WORLD STORE WIDTH``."""
+"""Processes that measure the peak memory of a planned step."""
 
 from __future__ import annotations
 
-import json
-import sys
+import ctypes
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import hpfunc as hp
+from tests.ranks import _context
 
 LAYERS = 8
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def status(key: str) -> int:
@@ -43,10 +45,31 @@ def measure(width: int) -> dict[str, int]:
     return {"measured": status("VmHWM") - before, "planned": hp.check(step.last_schedule).peak_bytes}
 
 
-if __name__ == "__main__":
-    rank, world, store, width = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+def serve(rank: int, world: int, store: str, width: int, result: Connection) -> None:
+    """Sends what rank `rank` of a world measures."""
+    # What is freed goes back at once, or the size of the process says nothing: MALLOC_MMAP_THRESHOLD_ of a fork.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    print(json.dumps(measure(width)))
+    result.send(measure(width))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def peak_memory(width: int, directory: Path) -> dict[str, int]:
+    """Returns what rank 0 of two new processes measures."""
+    context = _context()
+    ends = [context.Pipe() for _ in range(2)]
+    store = str(directory / f"store-{width}")
+    processes = [
+        context.Process(target=serve, args=(rank, 2, store, width, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    assert ends[0][0].poll(120), "no answer"
+    found = ends[0][0].recv()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return found

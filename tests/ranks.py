@@ -27,6 +27,7 @@ can be inherited half. Ranks of ``pool(4, "mindspore")`` import MindSpore themse
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -186,6 +187,7 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     # True of many models that are drawn at random, and small.
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
     _join(rank, size, directory)
+    gc.freeze()  # a collection looks at what tests make, not each time at the 300,000 objects of the modules
     while True:
         try:
             fn, args = pickle.loads(pipe.recv_bytes())

@@ -17,15 +17,18 @@ NAMES = (("shard",), ("replicate", "shard"), ("shard", "tp"), ("tp", "shard"), (
 
 
 def grids(max_ranks: int = 8, min_ranks: int = 1) -> st.SearchStrategy[Grid]:
-    """Meshes of 1 to 3 axes, axes of size 1 among them, with any choice of data axes."""
-    found = []
+    """Meshes of 1 to 3 axes, axes of size 1 among them, with any choice of data axes.
+
+    The number of ranks is drawn first: there are more meshes of many ranks, and they take longer.
+    """
+    found: dict[int, set[Grid]] = {}
     for names in NAMES:
         for sizes in itertools.product((1, 2, 3, 4, 6, 8), repeat=len(names)):
             if math.prod(sizes) in POOL_SIZES and min_ranks <= math.prod(sizes) <= max_ranks:
-                found += [Grid(sizes, names, names[:1]), Grid(sizes, names, names)]
-                if "tp" in names:
-                    found.append(Grid(sizes, names, tuple(name for name in names if name != "tp")))
-    return st.sampled_from(sorted(set(found), key=lambda grid: (grid.num_ranks, len(grid.sizes), grid.sizes)))
+                data = {names[:1], names, tuple(name for name in names if name != "tp")}
+                found.setdefault(math.prod(sizes), set()).update(Grid(sizes, names, axes) for axes in data)
+    by_size = [sorted(found[n], key=lambda g: (len(g.sizes), g.sizes, g.names, g.data_axes)) for n in sorted(found)]
+    return st.sampled_from(by_size).flatmap(st.sampled_from)
 
 
 def axes_of(grid: Grid, min_size: int = 1) -> st.SearchStrategy[Axes]:

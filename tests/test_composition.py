@@ -16,7 +16,7 @@ from tests.ranks import Pool, mesh_of
 from tests.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
-WIDTH, EXPERTS, TOKENS, LAYERS, STEPS = 4, 4, 8, 2, 3
+WIDTH, EXPERTS, TOKENS, LAYERS, STEPS = 4, 4, 8, 2, 2
 # Beside each the axes over which its gradient is all-reduced; "ep" cuts the experts, and stays.
 SPECS = {
     "dense": hp.P("shard"),  # replicate, ep
@@ -137,7 +137,6 @@ def test_experts_beside_dense_weights_in_one_unit(
 
 
 def test_experts_match_one_process(pool: Callable[[int], Pool]) -> None:
-    want = alone()
-    for policy in (None, hp.Policy(pack_below_bytes=float("inf"))):
-        for got, _ in pool(8).run(train, policy, torch.float64):
-            assert_close(got, want, 1e-12)
+    want = alone()  # eager steps have the bits of planned ones: see above
+    for got, _ in pool(8).run(train, hp.Policy(pack_below_bytes=float("inf")), torch.float64):
+        assert_close(got, want, 1e-12)

@@ -136,7 +136,7 @@ WHATS = [ALL, SHORT, EVALUATE, drop(2, 2, 0), ("times", 2), ("subset", (3, 0)), 
 POLICIES = [hp.Policy(), hp.Policy(3, "backward", 0), hp.Policy(2, "never", float("inf"))]
 
 
-@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(st.sampled_from(WHATS), min_size=3, max_size=9), st.sampled_from(POLICIES), st.sampled_from([1, 2, 64]))
 @example([ALL, SHORT, EVALUATE] * 3, hp.Policy(), 2)
 @example([ALL, ALL, SHORT, ALL, ALL, EVALUATE, ALL, ALL], hp.Policy(), 2)

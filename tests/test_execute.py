@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hpfunc as hp
 from hpfunc.backends import Counters, get
 from tests.models import Layout, Model, P
+from tests.peak_memory import peak_memory
 from tests.ranks import Pool, mesh_of, outcome
 from tests.test_parity import assert_same_bits
 
@@ -511,20 +508,6 @@ def test_local_parts_and_gathered_arrays_are_differentiated_too(pool: Callable[[
     for got, want in pool(4).run(local_parts, layout):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def peak_memory(width: int, directory: Path) -> dict[str, int]:
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = ["2", str(directory / f"store-{width}"), str(width)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.peak_memory", str(rank), *arguments], stdout=-1, env=env, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    return json.loads(outputs[0].splitlines()[-1])
 
 
 def test_the_peak_of_the_plan_is_the_peak_of_the_process(tmp_path: Path) -> None:

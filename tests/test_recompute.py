@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hpfunc as hp
 from tests.models import Layout, Model, P, layouts, models, policies
 from tests.ranks import Pool, mesh_of
+from tests.ranks import pool as pool_of
 from tests.test_execute import D, data, layers, local_leaves
 from tests.test_parity import EXAMPLES, assert_same_bits
 
@@ -143,11 +144,15 @@ def run_case(rank: int, name: str) -> list[Result]:
     return [found[0], *found[1::2]]
 
 
+@cache
+def plain_results() -> list[list[Result]]:
+    return pool_of(2).run(run_case, "plain")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_recomputation_changes_no_bit_and_gathers_exactly(pool: Callable[[int], Pool], name: str) -> None:
     """Dropout has the same masks in both runs, and the generator goes on as if there had been one."""
-    wanted = pool(2).run(run_case, "plain")
-    for results, (want, *_) in zip(pool(2).run(run_case, name), wanted, strict=True):
+    for results, (want, *_) in zip(pool(2).run(run_case, name), plain_results(), strict=True):
         for leaves, _ in results:
             assert_same_bits(leaves, want[0])
         none, one = CASES[name].gathers
@@ -187,7 +192,7 @@ def model_gradients(
     return [loss, *local_leaves(grads)], policy is None or run.followed_plan
 
 
-@settings(EXAMPLES, max_examples=20)
+@settings(EXAMPLES, max_examples=12)
 @given(
     model=models(),
     layout=layouts([(2,), (3,), (2, 2)]),
@@ -428,14 +433,19 @@ def tensor_parallel(rank: int, way: str, policy: hp.Policy | None) -> tuple[list
     return local_leaves(grads), kinds
 
 
+@cache
+def plain_tensor_parallel() -> list[tuple[list[torch.Tensor], str]]:
+    return pool_of(4).run(tensor_parallel, "plain", None)
+
+
 @pytest.mark.parametrize("policy", [None, hp.Policy(prefetch=0), hp.Policy(prefetch=2)])
 @pytest.mark.parametrize(("way", "backward"), [("remat", "bcc" * 3), ("checkpoint", "rcbc" * 3)])
 def test_collectives_of_a_block_run_again_in_backward(
     pool: Callable[[int], Pool], way: str, backward: str, policy: hp.Policy | None
 ) -> None:
     """In forward a block does one, the `psum`; in backward again, and then that of the transposed `pvary`."""
-    eager = pool(4).run(tensor_parallel, "plain", None)
-    for (got, kinds), (want, plain_kinds) in zip(pool(4).run(tensor_parallel, way, policy), eager, strict=True):
+    found = pool(4).run(tensor_parallel, way, policy)
+    for (got, kinds), (want, plain_kinds) in zip(found, plain_tensor_parallel(), strict=True):
         assert_same_bits(got, want)
         # Nobody wants the gradient of the first block's argument.
         assert plain_kinds == "fc" * 3 + ("bc" * 3)[:-1] + "ee"

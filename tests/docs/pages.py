@@ -2,7 +2,7 @@
 
 The ``python`` blocks of a page are one program. Two comments, which readers do not see, direct its run::
 
-    <!-- ranks: 4 -->     anywhere: the page runs on 4 processes, started by torchrun; without it, on one
+    <!-- ranks: 4 -->     anywhere: the page runs on 4 processes; without it, on one
     <!-- prints -->       before a ``text`` block: it is exactly what the Python block above it prints
 
 ``python -m tests.docs.pages PAGE...`` runs pages on this rank, one after another; with ``--update`` it writes what the
@@ -110,23 +110,26 @@ def differences(page: str, real: str, name: str) -> list[str]:
     ]
 
 
+def run_all(rank: int, paths: list[Path], *, update: bool = False) -> list[str]:
+    """Runs pages, one after another, on this rank; rank 0 returns what they say otherwise, or writes it into them."""
+    wrong = []
+    for path in paths:
+        page = path.read_text()
+        real = run(page, str(path))
+        if rank == 0 and update:
+            path.write_text(real)
+        elif rank == 0:
+            wrong += differences(page, real, str(path))
+    return wrong
+
+
 def main() -> None:
     """Runs pages, on this rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("page", type=Path, nargs="+")
     parser.add_argument("--update", action="store_true", help="write what the blocks print into the pages")
     arguments = parser.parse_args()
-    wrong = []
-    for path in arguments.page:
-        page = path.read_text()
-        real = run(page, str(path))
-        if int(os.environ.get("RANK", "0")) != 0:
-            continue
-        if arguments.update:
-            path.write_text(real)
-        else:
-            wrong += differences(page, real, str(path))
-    if wrong:
+    if wrong := run_all(int(os.environ.get("RANK", "0")), arguments.page, update=arguments.update):
         raise SystemExit("\n".join(wrong))
 
 

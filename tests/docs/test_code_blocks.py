@@ -1,14 +1,16 @@
 """Every Python block of the documentation runs, and prints what its page says."""
 
-import os
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.docs import pages
+from tests.ranks import Pool
 
 TIMEOUT_S = 240
 PAGES: defaultdict[int, list[Path]] = defaultdict(list)
@@ -18,24 +20,17 @@ for path in pages.paths():
         PAGES[pages.num_ranks(text)].append(path)
 
 
-def run_pages(ranks: int, paths: list[Path]) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "tests.docs.pages", *map(str, paths)],
-        cwd=pages.ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+def run(rank: int, paths: list[Path]) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # as for a reader
+        return pages.run_all(rank, paths)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", sorted(PAGES))
-def test_the_code_of_the_pages_runs(ranks: int):
-    done = run_pages(ranks, PAGES[ranks])
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+def test_the_code_of_the_pages_runs(pool: Callable[[int], Pool], ranks: int):
+    wrong = pool(ranks).run(run, PAGES[ranks], deadline_s=TIMEOUT_S)
+    assert not any(wrong), "\n".join(wrong[0])
 
 
 @pytest.mark.parametrize(
@@ -48,6 +43,7 @@ def test_the_code_of_the_pages_runs(ranks: int):
 def test_a_page_that_is_wrong_fails(tmp_path: Path, code: str, complaint: str):
     page = tmp_path / "page.md"
     page.write_text(code)
-    done = run_pages(1, [page])
+    command = [sys.executable, "-m", "tests.docs.pages", str(page)]
+    done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode != 0
     assert complaint in done.stderr

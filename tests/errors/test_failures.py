@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hpfunc as hp
+from tests import ranks
 from tests.ranks import mesh_of, outcome
 from tests.zoo import assert_same
 
-ROOT = Path(__file__).parents[2]
 NUM_RANKS = 3
 TIMEOUT_S = 30.0
 PROMPT_S = 10.0  # a failure is noticed at once, on a loaded machine within seconds; the timeout is far longer
@@ -143,68 +143,64 @@ def test_a_failure_that_nobody_waits_for_is_told_in_the_next_step(pool: Any) -> 
 
 
 # --- a rank that dies -----------------------------------------------------------------------------------------------
-SCRIPT = """
-import os, signal, sys, time, warnings
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-import hpfunc as hp
-
-rank, kind, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-store = dist.FileStore(f"{directory}/store", 3)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
-mesh = hp.make_mesh((3,), ("shard",), timeout_s=4.0)
-params = hp.shard([torch.eye(4) for _ in range(3)], mesh, hp.P("shard"))
-layer = hp.unit(lambda w, x: x @ w)
-calls = [0]
-
-def loss_fn(params, x):
-    for i, w in enumerate(params):
-        x = layer(w, x)
-        if rank == 1 and i == 1 and calls[0] == (3 if kind == "planned" else 1):
-            os.kill(os.getpid(), signal.SIGKILL if kind != "silent" else signal.SIGSTOP)
-    return x.sum()
-
-def step_fn(params, x):
-    calls[0] += 1
-    return hp.value_and_grad(loss_fn)(params, x)
-
-step = hp.sharded(step_fn, mesh)
-start = time.monotonic()
-try:
-    for _ in range(4):
-        start = time.monotonic()
-        step(params, torch.ones(2, 4))
-except hp.PeerError as error:
-    elapsed_s = time.monotonic() - start
-    assert torch.equal(torch.cat([w.local for w in params[:1]]), torch.eye(4)[2 * rank : 2 * rank + 2])
-    with open(f"{directory}/said-{rank}", "w") as file:
-        file.write(f"{elapsed_s}\\n{error}")
-os._exit(0)
-"""
+KINDS = ("recording", "planned", "silent")
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["recording", "planned", "silent"])
-def test_a_rank_that_dies_is_named_by_its_peers(tmp_path: Path, kind: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen([sys.executable, str(script), str(rank), kind, str(tmp_path)], env=environment)
-        for rank in range(3)
-    ]
+def dying(rank: int, kind: str, directory: str) -> None:
+    """Rank 1 dies, or stops, in the middle of a step. The others write down for how long, and what they heard."""
+    store = dist.FileStore(f"{directory}/store", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+    mesh = hp.make_mesh((NUM_RANKS,), ("shard",), timeout_s=4.0)
+    params = hp.shard([torch.eye(4) for _ in range(3)], mesh, hp.P("shard"))
+    layer = hp.unit(lambda w, x: x @ w)
+    calls = [0]
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for i, w in enumerate(params):
+            x = layer(w, x)
+            if rank == FAULTY and i == 1 and calls[0] == (3 if kind == "planned" else 1):
+                os.kill(os.getpid(), signal.SIGKILL if kind != "silent" else signal.SIGSTOP)
+        return x.sum()
+
+    step = hp.sharded(hp.value_and_grad(loss_fn), mesh)
+    start = 0.0
     try:
-        for rank in (0, 2):
-            assert started[rank].wait(120) == 0
-    finally:
-        for process in started:
-            process.kill()
-        codes = [process.wait() for process in started]
-    assert codes[1] == -signal.SIGKILL
+        for calls[0] in range(1, 5):
+            start = time.monotonic()
+            step(params, torch.ones(2, 4))
+    except hp.PeerError as error:
+        elapsed_s = time.monotonic() - start
+        assert torch.equal(params[0].local, torch.eye(4)[2 * rank : 2 * rank + 2])
+        (Path(directory) / f"said-{rank}").write_text(f"{elapsed_s}\n{error}")
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[int]]]:
+    """Lets a rank die in each way, at the same time: all others but wait. Returns what they left, and exit codes."""
+    started: dict[str, tuple[Path, list[Any]]] = {}
+    for kind in KINDS:
+        directory = tmp_path_factory.mktemp(kind)
+        arguments = [(rank, kind, str(directory)) for rank in range(NUM_RANKS)]
+        processes = [ranks._context().Process(target=dying, args=each, daemon=True) for each in arguments]
+        started[kind] = directory, processes
+        for process in processes:
+            process.start()
+    for _, processes in started.values():
+        for process in (processes[0], processes[2], processes[1]):
+            if process is processes[FAULTY]:
+                process.kill()  # if it has but stopped
+            process.join(120)
+    return {kind: (directory, [process.exitcode for process in each]) for kind, (directory, each) in started.items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_dies_is_named_by_its_peers(ended: dict[str, tuple[Path, list[int]]], kind: str) -> None:
+    directory, codes = ended[kind]
+    assert codes == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
-        elapsed_s, text = (tmp_path / f"said-{rank}").read_text().split("\n", 1)
+        elapsed_s, text = (directory / f"said-{rank}").read_text().split("\n", 1)
         assert float(elapsed_s) < 30.0
         assert "rank 1: no answer" in text, text
         assert "hpfunc: " in text

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hpfunc as hp
@@ -105,7 +105,6 @@ def called(rank: int, grid: Grid, axes: Axes, kind: str, options: dict[str, Any]
     return result, tree["a"][0]
 
 
-@settings(max_examples=60)
 @given(calls((*KINDS, "pmax")), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]), seeds)
 def test_collectives_are_those_of_numpy(call: Any, dtype: torch.dtype, seed: int) -> None:
     grid, axes, kind, shape, options = call
@@ -150,7 +149,6 @@ def pulled_back(
     return [by_autograd, by_func]
 
 
-@settings(max_examples=60)
 @given(calls(), float_dtypes, seeds)
 def test_gradients_are_those_of_shard_map(call: Any, dtype: torch.dtype, seed: int) -> None:
     grid, axes, kind, shape, options = call
@@ -164,7 +162,6 @@ def test_gradients_are_those_of_shard_map(call: Any, dtype: torch.dtype, seed: i
             assert_same(gradient, torch.from_numpy(want).to(dtype))
 
 
-@settings(max_examples=60)
 @given(calls(("psum", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute")), seeds)
 def test_jvp_applies_the_map_to_the_tangent(call: Any, seed: int) -> None:
     grid, axes, kind, shape, options = call

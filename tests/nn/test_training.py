@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def run(rank: int, name: str, layout: Layout) -> object:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_matches_the_plain_module(pool: Pools, name: str, layout: Layout) -> None:
-    results = pool(4).run(run, name, layout)
+    results = pool(math.prod(layout[0])).run(run, name, layout)
     assert_trained(CASES[name], results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ def trained(rank: int, layout: Layout) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "hsdp"])
 def test_training_matches_the_plain_models(pool: Pools, layout: Layout) -> None:
-    results = pool(4).run(trained, layout, deadline_s=240.0)  # each rank loads the package first
+    results = pool(math.prod(layout[0])).run(trained, layout, deadline_s=240.0)  # each rank loads the package first
     for name in LAYERS:
         assert_trained(Pretrained(name), [found[name] for found in results])
 

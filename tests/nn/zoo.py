@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
-WIDTH, STEPS, RATE = 6, 3, 0.1
+WIDTH, STEPS, RATE = 6, 2, 0.1
 
 
 class Block(nn.Module):
