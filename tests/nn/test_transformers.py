@@ -104,7 +104,7 @@ def test_training_matches_the_plain_models_also_after_a_checkpoint(
     results = pool(4).run(trained, layout, other, str(tmp_path), deadline_s=240.0)  # each rank loads the package first
     for name in LAYERS:
         before, after = zip(*(found[name] for found in results), strict=True)
-        assert_trained(Pretrained(name), list(before), list(after))
+        assert_trained(Pretrained(name), before, after)
     if layout == HSDP:
         case = Pretrained("llama")
         assert_trained(case, [found["llama"][0] for found in results], pool(3).run(gone_on, str(tmp_path)))
