@@ -140,7 +140,9 @@ def _arrays(path: Path, rename: Rename | None) -> dict[str, Array]:
         for name, stored in read_header(_IMPORT, file).items():
             key = name if rename is None else rename(name)
             if key in found:
-                raise CheckpointError(message(_IMPORT, "a name stands twice in the files", [f"{key}: again in {file}"]))
+                hint = "parts of arrays, by torch.distributed.checkpoint, are read by its HuggingFaceStorageReader"
+                fault = f"{key}: again in {file}"
+                raise CheckpointError(message(_IMPORT, "a name stands twice in the files", [fault], hint=hint))
             if key is not None:
                 place = tuple(0 for _ in stored.shape)
                 found[key] = Array(stored.shape, stored.dtype, (Part(place, stored),))

@@ -196,6 +196,35 @@ def test_damage_that_one_rank_reads_is_told_to_all(pool: Any, tmp_path: Path) ->
         assert "rank-00001.safetensors" in told
 
 
+def load_into_another_model(rank: int, path: str) -> tuple[str, bool]:
+    mesh = mesh_of((2,), ("shard",))
+    hp.checkpoint.save(path, {"layers": [params_of(mesh), params_of(mesh)], "head": params_of(mesh)})
+    other = {"layers": [params_of(mesh, 1, (7, 4))], "tail": params_of(mesh, 2)}
+    before = optree.tree_map(torch.clone, other)
+    told = outcome(hp.checkpoint.load, path, other)
+    is_kept = all(map(torch.equal, optree.tree_leaves(other), optree.tree_leaves(before)))
+    return told.replace(path, "FOLDER"), is_kept and hp.checkpoint.latest(path) == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_all(pool: Any, tmp_path: Path) -> None:
+    for told, is_kept in pool(2).run(load_into_another_model, str(tmp_path)):
+        assert is_kept
+        assert told.splitlines() == [
+            "CheckpointError: hpfunc.checkpoint.load: step 0 of FOLDER and the tree `like` do not fit",
+            "  missing: tail.b: shape (5,), float64",
+            "  missing: tail.w: shape (7, 5), float64",
+            "  unexpected: head.b: shape (5,), float64",
+            "  unexpected: head.w: shape (7, 5), float64",
+            "  unexpected: layers.1.b: shape (5,), float64",
+            "  unexpected: layers.1.w: shape (7, 5), float64",
+            "  misfit: layers.0.b: shape (4,), float64, but shape (5,), float64 was saved",
+            "  misfit: layers.0.w: shape (7, 4), float64, but shape (7, 5), float64 was saved",
+            "",
+            "Hint: if that is meant: allow=('missing', 'unexpected', 'misfit'); "
+            "else give a tree like the one that was saved",
+        ]
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 class Training:
     """A small model, its optimizer, its random numbers and its data."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import hpfunc as hp
-from tests.nn.training import LAYOUTS, Layout, Pools, assert_trained, train
+from tests.nn.training import FEWER, FSDP, HSDP, Layout, Pools, assert_trained, resume, train
+from tests.nn.zoo import Found
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.processes
@@ -83,16 +84,30 @@ class Pretrained:
         return outputs.loss
 
 
-def trained(rank: int, layout: Layout) -> dict[str, Any]:
-    return {name: train(rank, Pretrained(name), layout) for name in LAYERS}
+def trained(rank: int, layout: Layout, other: Layout, path: str) -> dict[str, tuple[Found, Found]]:
+    cases = {name: (Pretrained(name), f"{path}/{name}") for name in LAYERS}
+    return {
+        name: (train(rank, case, layout, where), resume(rank, case, other, where))
+        for name, (case, where) in cases.items()
+    }
+
+
+def gone_on(rank: int, path: str) -> Found:
+    return resume(rank, Pretrained("llama"), FEWER, f"{path}/llama")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "hsdp"])
-def test_training_matches_the_plain_models(pool: Pools, layout: Layout) -> None:
-    results = pool(math.prod(layout[0])).run(trained, layout, deadline_s=240.0)  # each rank loads the package first
+@pytest.mark.parametrize(("layout", "other"), [(FSDP, HSDP), (HSDP, FSDP)], ids=["fsdp", "hsdp"])
+def test_training_matches_the_plain_models_also_after_a_checkpoint(
+    pool: Pools, tmp_path: Path, layout: Layout, other: Layout
+) -> None:
+    results = pool(4).run(trained, layout, other, str(tmp_path), deadline_s=240.0)  # each rank loads the package first
     for name in LAYERS:
-        assert_trained(Pretrained(name), [found[name] for found in results])
+        before, after = zip(*(found[name] for found in results), strict=True)
+        assert_trained(Pretrained(name), before, after)
+    if layout == HSDP:
+        case = Pretrained("llama")
+        assert_trained(case, [found["llama"][0] for found in results], pool(3).run(gone_on, str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", LAYERS)

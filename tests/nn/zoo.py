@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
-WIDTH, STEPS, RATE = 6, 2, 0.1
+Tensors = dict[str, Tensor]
+WIDTH, NUM_STEPS = 6, 10
+# Adam divides by the root of squares: gradients that are zero but for their rounding, such as those of the biases of
+# keys in an attention, would become steps of any size. EPS is far above that.
+EPS, DECAY = 1e-3, 0.1
+
+
+def rate(step: int) -> float:
+    """Returns the learning rate of a step: each has its own."""
+    return 0.02 / (1 + 0.1 * step)
 
 
 class Block(nn.Module):
@@ -167,25 +177,53 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(Checkpointed),
     "batch norm": Case(Convolutional, shape=(4, 3, 6, 6)),
     "batch norm computed again": Case(Convolutional, shape=(4, 3, 6, 6), remat=True),
-    "batch norm, small units": Case(Convolutional, units=[nn.Conv2d, nn.BatchNorm2d], shape=(4, 3, 6, 6)),
+    "batch norm, small units": Case(Convolutional, units=(nn.Conv2d, nn.BatchNorm2d), shape=(4, 3, 6, 6)),
 }
 
 
-def reference(case: Any, num_ranks: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Returns the weights after training the plain module in one process, and the buffers that each rank has then."""
+class Found(NamedTuple):
+    """What training gives: whole weights, and buffers."""
+
+    weights: Tensors
+    buffers: Tensors
+
+
+@cache
+def reference(case: Any, nums_ranks: tuple[int, ...]) -> list[tuple[Tensors, list[Tensors]]]:
+    """Returns what training the plain module in one process gives, in legs of `NUM_STEPS` with so many ranks' data.
+
+    After each leg: the weights, and the buffers that each rank has then. The next one begins with their means.
+    """
     module = case.module()
-    buffers = [{path: x.clone() for path, x in module.named_buffers()} for _ in range(num_ranks)]
-    own = dict(module.named_buffers())
-    for step in range(STEPS):
-        module.zero_grad()
-        for rank in range(num_ranks):
-            for path, x in own.items():
-                x.copy_(buffers[rank][path])
-            args, kwargs = case.call(rank, step)
-            (case.loss(module(*args, **kwargs)) / num_ranks).backward()
-            buffers[rank] = {path: x.clone() for path, x in own.items()}
-        with torch.no_grad():
-            for p in module.parameters():
-                if p.grad is not None:
-                    p.sub_(RATE * p.grad)
-    return {path: x.detach() for path, x in module.named_parameters()}, buffers
+    own, weights = dict(module.named_buffers()), dict(module.named_parameters())
+    groups = [{"params": [w for w in weights.values() if (w.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    groups = [group | {"weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], eps=EPS)
+    start, legs = _copied(own), []
+    for leg, num_ranks in enumerate(nums_ranks):
+        buffers = [start] * num_ranks
+        for step in range(leg * NUM_STEPS, (leg + 1) * NUM_STEPS):
+            for w in weights.values():  # those that no call reaches have zeros, not None, which AdamW would skip
+                w.grad = torch.zeros_like(w)
+            for rank in range(num_ranks):
+                for path, x in own.items():
+                    x.copy_(buffers[rank][path])
+                args, kwargs = case.call(rank, step)
+                case.loss(module(*args, **kwargs)).backward()
+                buffers[rank] = _copied(own)
+            for w in weights.values():  # not the losses: some models have theirs in float32, and a third of it is none
+                assert w.grad is not None
+                w.grad /= num_ranks
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            optimizer.step()
+        legs.append((_copied(weights), buffers))
+        start = {
+            path: torch.stack([x[path] for x in buffers]).mean(0) if x.is_floating_point() else buffers[0][path]
+            for path, x in own.items()
+        }
+    return legs
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {path: x.detach().clone() for path, x in tensors.items()}
