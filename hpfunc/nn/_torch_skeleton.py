@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from .._array import is_sharded
+from .._array import ShardedArray, is_sharded
 from .._errors import UsageError, message
 from .._unit import unit
 from ..backends._torch_autograd import enclosing_hooks
@@ -114,7 +114,8 @@ class Skeleton:
     def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Call:
         """Returns a call with these parameters, which has not begun."""
         first = next(iter(params.values()), None)
-        return Call(params, first.mesh.device if is_sharded(first) else getattr(first, "device", "cpu"), modes)
+        device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
+        return Call(params, device, modes)
 
     def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
         """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
