@@ -193,4 +193,4 @@ def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], ar
         return fn(first.pop() if first else call.wholes_again(), *args, **kwargs)
 
     with refusing_writes(call.wholes, call.use.names):
-        return mindspore.recompute(block, *tensors, use_reentrant=False)
+        return mindspore.recompute(block, *tensors, use_reentrant=False, early_stop=False)

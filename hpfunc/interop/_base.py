@@ -1,4 +1,4 @@
-"""What interop asks of a framework that has distributed tensors of its own."""
+"""What interop asks of a framework: its memory, and of one that has distributed tensors these, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,27 @@ Placements = list[tuple[str, int | None]]
 """For each mesh axis: ``("shard", dim)`` (None: not cut), ``("partial", None)`` for a sum, ``("other", None)``."""
 
 
-class Bridge(Protocol):
+class Shared(Protocol):
+    """One framework's tensors in the memory of others."""
+
+    def as_tensor(self, value: Any) -> Any:
+        """Returns a value as a tensor in its memory: a tensor itself, or what speaks DLPack.
+
+        Raises:
+            AttributeError, BufferError, RuntimeError, TypeError: its memory cannot be shared.
+        """
+        ...
+
+    def as_numpy(self, tensor: Any) -> Any:
+        """Returns a numpy array in the memory of a tensor.
+
+        Raises:
+            TypeError: numpy does not know the dtype, or the tensor lies on a device.
+        """
+        ...
+
+
+class Bridge(Shared, Protocol):
     """One framework's distributed tensors."""
 
     def device_mesh(self, function: str, mesh: Mesh) -> Any:
@@ -27,16 +47,4 @@ class Bridge(Protocol):
 
     def taken(self, value: Any) -> tuple[Any, Placements, Any] | None:
         """Returns local tensor, placements and mesh of a distributed tensor; None for another value."""
-        ...
-
-    def as_tensor(self, value: Any) -> Any:
-        """Returns a value as a tensor in its memory: a tensor itself, or what speaks DLPack."""
-        ...
-
-    def as_numpy(self, tensor: Any) -> Any:
-        """Returns a numpy array in the memory of a tensor.
-
-        Raises:
-            TypeError: numpy does not know the dtype, or the tensor lies on a device.
-        """
         ...

@@ -26,6 +26,14 @@ def bridge() -> Bridge:
     return cast(Bridge, importlib.import_module("._torch", __package__).BRIDGE)
 
 
+def _check_framework(function: str, mesh: Mesh) -> None:
+    if mesh.framework != "torch":
+        hint = "parts go from one framework to the other by hpfunc.interop.from_local, or by a checkpoint"
+        raise MeshError(
+            message(function, f"the mesh is one of {mesh.framework}, DTensor is torch's", mesh=mesh, hint=hint)
+        )
+
+
 def to_device_mesh(mesh: Mesh) -> Any:
     """Returns the torch `DeviceMesh` with the ranks, sizes and axis names of a mesh.
 
@@ -33,12 +41,11 @@ def to_device_mesh(mesh: Mesh) -> Any:
     does not know which axes hold different data, it must be told.
 
     Raises:
-        MeshError: no process group is initialized, as in a world of one.
+        MeshError: no process group is initialized, as in a world of one; or the mesh is one of MindSpore.
 
     Communication: the first time the process groups of the axes are made, which all ranks of the world must do.
     """
-    if mesh.framework != "torch":
-        raise MeshError(message("hpfunc.interop.to_device_mesh", f"the mesh is one of {mesh.framework}", mesh=mesh))
+    _check_framework("hpfunc.interop.to_device_mesh", mesh)
     return bridge().device_mesh("hpfunc.interop.to_device_mesh", mesh)
 
 
@@ -67,7 +74,7 @@ def to_dtensor(tree: Any, device_mesh: Any = None) -> Any:
         LeafError: a leaf is no `ShardedArray`.
         SpecError: several axes cut a dim in a way that placements do not say: the first is not the major one, or
             sizes do not divide. See `reshard` for another spec.
-        MeshError: `device_mesh` has other ranks, or leaves lie on two meshes.
+        MeshError: `device_mesh` has other ranks, or leaves lie on two meshes, or on one of MindSpore.
 
     Communication: none, beside that of `to_device_mesh`.
     """
@@ -76,6 +83,7 @@ def to_dtensor(tree: Any, device_mesh: Any = None) -> Any:
     if not leaves:
         return tree
     mesh = leaves[0].mesh
+    _check_framework(_TO, mesh)
     named = list(zip(paths(tree, "tree", is_sharded), leaves, strict=True))
     if bad := [f"{path}: on {leaf.mesh}" for path, leaf in named if leaf.mesh != mesh]:
         raise MeshError(message(_TO, "arrays lie on different meshes", bad, mesh=mesh))
@@ -106,6 +114,8 @@ def from_dtensor(tree: Any, mesh: Mesh | None = None) -> Any:
     Communication: none.
     """
     leaves, treedef = flatten(tree, is_sharded)
+    if mesh is not None:
+        _check_framework(_FROM, mesh)
     kind, names = bridge(), paths(tree, "tree", is_sharded)
     found = [(name, leaf, kind.taken(leaf)) for name, leaf in zip(names, leaves, strict=True)]
     if not any(taken is not None for *_, taken in found):

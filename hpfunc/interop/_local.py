@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from functools import cache
+from typing import Any, cast
 
+from .. import backends
 from .._agree import agreeing
 from .._array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._arrays import leaf_specs
 from .._errors import LeafError, SpecError, message
 from .._mesh import Mesh, PartitionSpec
 from .._tree import flatten, paths, unflatten
-from ._dtensor import bridge
+from ._base import Shared
 
 _FROM, _TO = "hpfunc.interop.from_local", "hpfunc.interop.to_numpy"
+
+
+@cache
+def _shared_by(framework: str) -> Shared:
+    return cast(Shared, importlib.import_module(f"._{framework}", __package__).BRIDGE)
 
 
 def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
     """Returns the array of which `local` is this rank's part, in the same memory.
 
     Args:
-        local: a tensor, a numpy array, or what else has ``__dlpack__``; on the mesh's device.
+        local: a tensor of the mesh's framework, a numpy array, or what else has ``__dlpack__``; on the mesh's device.
+            On MindSpore, one of torch, too; on torch, ``mindspore.utils.to_dlpack(x)`` of a tensor of MindSpore.
         shape: of the whole array.
         spec: how it is cut; every cut dim of size n over c ranks into parts of ceil(n / c), the last ones shorter or
             empty. It may be unreduced.
@@ -64,13 +73,14 @@ class _Shape:
 
 def _shared(local: Any, mesh: Mesh) -> Any:
     try:
-        tensor = bridge().as_tensor(local)
+        tensor = _shared_by(mesh.framework).as_tensor(local)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         hint = "a tensor, a numpy array that may be written to, or what has __dlpack__"
         rule = f"the memory of a {type(local).__name__} cannot be shared: {error}"
         raise LeafError(message(_FROM, rule, hint=hint)) from error
-    if str(tensor.device) != mesh.device:
-        rule = f"the part lies on {tensor.device}, and the mesh on {mesh.device}"
+    device = backends.get(mesh.framework).device_of(tensor)
+    if device not in (mesh.device, mesh.device.partition(":")[0]):
+        rule = f"the part lies on {device}, and the mesh on {mesh.device}"
         raise LeafError(message(_FROM, rule, mesh=mesh, hint="move it there first"))
     return tensor
 
@@ -96,10 +106,10 @@ def to_numpy(tree: Any) -> Any:
     parts, bad = [], []
     for name, leaf in zip(paths(tree, "tree", is_sharded), leaves, strict=True):
         try:
-            parts.append(bridge().as_numpy(leaf._value))
+            parts.append(_shared_by(leaf.mesh.framework).as_numpy(leaf._value))
         except TypeError:
             bad.append(f"{name}: {describe(leaf)}, {leaf.dtype} on {leaf.mesh.device}")
     if bad:
-        hint = "cast it to float32, or move it to the host, first: optree.tree_map(lambda x: x.float().cpu(), tree)"
+        hint = "cast it to float32, or move it to the host, first"
         raise LeafError(message(_TO, "numpy cannot share the memory of a part", bad, hint=hint))
     return unflatten(treedef, parts)

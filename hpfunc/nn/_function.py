@@ -4,17 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from .._array import ShardedArray
 from .._errors import LeafError, UsageError, message
-
-if TYPE_CHECKING:
-    from ._torch_skeleton import Skeleton
-    from ._torch_stand_in import Call
+from ._choose import Choice
 
 Tensor = Any
 _NAME = "hpfunc.ModuleFunction"
+
+
+class Skeleton(Protocol):
+    """A module's copy without its weights; see Note [The copy] in ``_torch_skeleton``.
+
+    Attributes:
+        module: the copy.
+        choice: its units.
+        params: the paths of its parameters.
+        modes: of each part, whether it trains.
+    """
+
+    module: Any
+    choice: Choice
+    params: tuple[str, ...]
+    modes: tuple[bool, ...]
+
+    def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
+        """Returns what becomes of modes with "train" or "eval"."""
+        ...
+
+    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Any:
+        """Returns a call with these parameters, which has not begun."""
+        ...
+
+    def run(
+        self, call: Any, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Returns the outputs and the buffers after the call.
+
+        Raises:
+            UsageError: the module writes into a parameter.
+        """
+        ...
+
+    def lost(self, call: Any, entry: str, before: Mapping[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+        """Returns the paths of buffers that a call changed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -31,7 +65,7 @@ class ModuleFunction:
     _skeleton: Skeleton
     buffers: Mapping[str, Tensor]
     _modes: tuple[bool, ...]
-    _entry: str = "forward"
+    _entry: str
 
     def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the module, with the buffers of the start.
@@ -77,13 +111,9 @@ class ModuleFunction:
 
     def _run(
         self, params: Any, buffers: Mapping[str, Tensor], args: Any, kwargs: Any
-    ) -> tuple[Call, Any, dict[str, Tensor]]:
-        from ._torch_stand_in import Call
-
+    ) -> tuple[Any, Any, dict[str, Tensor]]:
         _check_paths("params", params, self._skeleton.params)
-        first = next(iter(params.values()), None)
-        device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
-        call = Call(params, device, self._modes)
+        call = self._skeleton.call(params, self._modes)
         return call, *self._skeleton.run(call, buffers, self._entry, args, kwargs)
 
     def train(self) -> ModuleFunction:

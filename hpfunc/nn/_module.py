@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +11,16 @@ from .._mesh import Mesh
 from ._function import ModuleFunction
 
 Tensor = Any
+
+
+def _made_by(framework: str) -> Any:
+    return importlib.import_module(f"._{framework}_module", __package__)
+
+
+def _of(module: Any) -> Any:
+    """Returns what is written for a module's framework; torch's, which refuses it, for what is no module."""
+    mindspore = sys.modules.get("mindspore")
+    return _made_by("mindspore" if mindspore is not None and isinstance(module, mindspore.nn.Cell) else "torch")
 
 
 def from_module(module: Any, units: Any = None, *, remat: bool = False) -> tuple[ModuleFunction, dict[str, Tensor]]:
@@ -19,20 +31,23 @@ def from_module(module: Any, units: Any = None, *, remat: bool = False) -> tuple
     gathered there by itself, as a unit with its name. ``print(apply)`` says what was chosen.
 
     Args:
-        module: a `torch.nn.Module`.
+        module: a `torch.nn.Module`, or a `mindspore.nn.Cell`.
         units: a class, a module, a pattern of dotted paths (``"layers.*"``), a function of a path and a module that
             returns a bool, or a list of such. Default: the repeated blocks, which are the outermost modules with parts
-            of their own whose class stands at least twice in a ModuleList, Sequential or ModuleDict.
+            of their own whose class stands at least twice in a ModuleList, Sequential or ModuleDict (CellList,
+            SequentialCell or CellDict).
         remat: keep nothing of the inside of units from forward to backward; see `unit`.
 
     Returns:
-        ``(apply, params)``: see `ModuleFunction`; and a dict by path, as in ``module.named_parameters()``, where a tied
-        parameter stands once. Its tensors share the memory of the module until `shard` cuts them, and have the
-        ``requires_grad`` of the module's, by which `partition` tells frozen ones.
+        ``(apply, params)``: see `ModuleFunction`; and a dict by path, as in ``module.named_parameters()`` or
+        ``cell.parameters_and_names()``, where a tied parameter stands once. Its tensors share the memory of the module
+        until `shard` cuts them, and have the ``requires_grad`` of the module's, by which `partition` tells frozen ones.
+        Moving statistics, which MindSpore keeps as parameters without gradient, are buffers.
 
     Raises:
         SpecError: an entry of `units` selects nothing, or units overlap.
-        UsageError: the module has parameters without shape (lazy ones), cannot be copied, or a unit has no ``forward``.
+        UsageError: the module has parameters without shape (lazy ones), cannot be copied, or a unit has no ``forward``
+            (``construct``); a cell keeps parameters in a list, has a ``bprop``, or recomputes by itself.
 
     Communication: none.
 
@@ -46,9 +61,7 @@ def from_module(module: Any, units: Any = None, *, remat: bool = False) -> tuple
     >>> apply(params, torch.ones(3, 2)).shape
     torch.Size([3, 1])
     """
-    from ._torch_module import from_module
-
-    return from_module(module, units, remat)
+    return _of(module).from_module(module, units, remat)
 
 
 def init_module(
@@ -67,7 +80,7 @@ def init_module(
 
     Args:
         source: a function without arguments that builds the module, the same on all ranks, in its dtype (torch cannot
-            convert a module that has no data: no ``.to()`` in it); or a module on the meta device.
+            convert a module that has no data: no ``.to()`` in it); or a torch module on the meta device.
         mesh: where the parameters lie.
         specs: one `P`, or a dict of them by path.
         units: as for `from_module`.
@@ -90,9 +103,7 @@ def init_module(
     >>> params["weight"]
     ShardedArray(shape=(4, 2), dtype=torch.float32, spec=P('shard'))
     """
-    from ._torch_module import init_module
-
-    return init_module(source, mesh, specs, units, init_fn, remat)
+    return _made_by(mesh.framework).init_module(source, mesh, specs, units, init_fn, remat)
 
 
 def to_module(params: Mapping[str, Any], module: Any, buffers: Mapping[str, Tensor] | None = None) -> Any:
@@ -100,7 +111,7 @@ def to_module(params: Mapping[str, Any], module: Any, buffers: Mapping[str, Tens
 
     Args:
         params: `ShardedArray` or plain tensors by path: all of the module's.
-        module: a `torch.nn.Module`, such as the one that `from_module` was given.
+        module: a `torch.nn.Module` or `mindspore.nn.Cell`, such as the one that `from_module` was given.
         buffers: by path; default: those of the module stay.
 
     Raises:
@@ -116,6 +127,4 @@ def to_module(params: Mapping[str, Any], module: Any, buffers: Mapping[str, Tens
     >>> hpfunc.to_module(params, model).weight.data
     tensor([[1., 1.]])
     """
-    from ._torch_module import to_module
-
-    return to_module(params, module, buffers)
+    return _of(module).to_module(params, module, buffers)

@@ -14,8 +14,10 @@ from .._arrays import init
 from .._errors import LeafError, UsageError, message
 from .._mesh import Mesh, PartitionSpec
 from .._whole import unshard
+from ._choose import choose
 from ._function import ModuleFunction
-from ._torch_choose import choose
+from ._slots import misfits
+from ._torch_parts import PARTS
 from ._torch_skeleton import Skeleton, named_tensors
 
 Tensor = torch.Tensor
@@ -36,8 +38,8 @@ def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunct
 
 
 def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
-    skeleton = Skeleton(module, choose(module, units), buffers, remat=remat)
-    return ModuleFunction(skeleton, buffers, skeleton.modes)
+    skeleton = Skeleton(module, choose(PARTS, module, units), buffers, remat=remat)
+    return ModuleFunction(skeleton, buffers, skeleton.modes, PARTS.method)
 
 
 def init_module(
@@ -108,7 +110,7 @@ def to_module(params: Mapping[str, Any], module: nn.Module, buffers: Mapping[str
     _check_module(_TO, module)
     own_params, own_buffers = named_tensors(module)
     targets = [(own_params, params)] if buffers is None else [(own_params, params), (own_buffers, buffers)]
-    bad = [line for own, given in targets for line in _misfits(own, given)]
+    bad = [line for own, given in targets for line in misfits(own, given)]
     if bad:
         raise LeafError(message(_TO, "the weights are not those of the module", bad))
     meta = [path for own, _ in targets for path, x in own.items() if x.is_meta]
@@ -121,14 +123,3 @@ def to_module(params: Mapping[str, Any], module: nn.Module, buffers: Mapping[str
                 value = given[path]
                 x.copy_(unshard(value, value.mesh.axis_names) if is_sharded(value) else value)
     return module
-
-
-def _misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
-    missing = [f"{path}: missing" for path in own if given.get(path) is None]
-    unexpected = [f"{path}: unexpected" for path in given if path not in own]
-    shapes = [
-        f"{path}: shape {tuple(given[path].shape)}, the module has {tuple(x.shape)}"
-        for path, x in own.items()
-        if given.get(path) is not None and tuple(given[path].shape) != tuple(x.shape)
-    ]
-    return missing + unexpected + shapes

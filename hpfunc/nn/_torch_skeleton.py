@@ -17,9 +17,7 @@ lost, their values are compared too: in the first call in each mode, because a d
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,36 +25,17 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from .._array import is_sharded
+from .._array import ShardedArray, is_sharded
 from .._errors import UsageError, message
 from .._unit import unit
 from ..backends._torch_autograd import enclosing_hooks
 from ..backends._torch_init import is_abstract
-from ._torch_choose import Choice
-from ._torch_stand_in import NAME, Call, StandIn, current_call, current_unit, refuse_writes
+from ._choose import Choice
+from ._slots import NAME, Part, Slot, computing, current_call, filled, owners_of_hooks, refuse_writes, set_modes
+from ._torch_stand_in import Call, StandIn
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """A place of a module that holds a parameter or a buffer, and the path of that."""
-
-    tensors: dict[str, Any]
-    name: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A unit: its module, the modules in it with their places among all, and their parameters and buffers."""
-
-    path: str
-    module: nn.Module
-    modules: tuple[tuple[int, nn.Module], ...]
-    weights: tuple[_Slot, ...]
-    buffers: tuple[_Slot, ...]
 
 
 def named_tensors(module: nn.Module) -> tuple[Tensors, Tensors]:
@@ -78,15 +57,11 @@ def named_tensors(module: nn.Module) -> tuple[Tensors, Tensors]:
 def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tensors) -> nn.Module:
     memo: dict[int, Any] = {id(x): StandIn.of(path, x) for path, x in params.items()}
     memo |= {id(x): initial[path] for path, x in buffers.items()}
-    parts = set(module.modules())
+    parts = list(module.modules())
+    memo |= owners_of_hooks(parts, (x for part in parts for x in vars(part).values() if isinstance(x, dict)))
     for part in parts:
         values = vars(part).values()
         memo |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and x.grad_fn is not None}
-        hooks = [hook for x in values if isinstance(x, dict) for hook in x.values() if callable(hook)]
-        for hook in hooks:  # see Note [The copy]
-            owner = getattr(hook, "__self__", hook)
-            if not (isinstance(owner, nn.Module) and owner in parts):
-                memo[id(owner)] = owner
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -123,27 +98,33 @@ class Skeleton:
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
         """Returns what becomes of modes when the module's method `change` is called."""
-        _set_modes(enumerate(self._modules), modes)
+        set_modes(enumerate(self._modules), modes)
         getattr(self.module, change)()
         return self._read_modes()
 
-    def _slots(self, modules: Sequence[nn.Module], kind: str) -> tuple[_Slot, ...]:
+    def _slots(self, modules: Sequence[nn.Module], kind: str) -> tuple[Slot, ...]:
         return tuple(
-            _Slot(tensors, name, x.path if isinstance(x, StandIn) else self._names[id(x)])
+            Slot(tensors, name, x.path if isinstance(x, StandIn) else self._names[id(x)])
             for tensors in (vars(module)[kind] for module in modules)
             for name, x in tensors.items()
             if x is not None
         )
 
     # --- a call -------------------------------------------------------------------------------------------------------
+    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Call:
+        """Returns a call with these parameters, which has not begun."""
+        first = next(iter(params.values()), None)
+        device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
+        return Call(params, device, modes)
+
     def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
         """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
         held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
         call.placed = {path: (x, x._version) for path, x in held.items()}
         token = current_call.set(call)
         try:
-            with _filled(self._buffers, held):
-                _set_modes(enumerate(self._modules), call.modes)
+            with filled(self._buffers, held):
+                set_modes(enumerate(self._modules), call.modes)
                 method = self.module if entry == "forward" else getattr(self.module, entry)
                 outputs = method(*args, **kwargs)
                 after = {slot.path: slot.tensors[slot.name] for slot in self._buffers}
@@ -166,7 +147,7 @@ class Skeleton:
         inside = tuple(module.modules())
         places = {id(m): place for place, m in enumerate(self._modules)}
         weights, buffers = self._slots(inside, "_parameters"), self._slots(inside, "_buffers")
-        part = _Part(path or "module", module, tuple((places[id(m)], m) for m in inside), weights, buffers)
+        part = Part(path or "module", module, tuple((places[id(m)], m) for m in inside), weights, buffers)
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +155,7 @@ class Skeleton:
 
         module.forward = forward
 
-    def _use(self, part: _Part, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _use(self, part: Part, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call, is_repeated = current_call.get(), False
         if call is None:  # activation checkpointing calls parts again in backward, when the call has ended
             call, is_repeated = self._repeated, True
@@ -219,40 +200,15 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _compute(
-    part: _Part, original: Callable[..., Any], call: Call, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any
+    part: Part, original: Callable[..., Any], call: Call, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors, set[str]]:
     """See Note [Buffers of a unit]."""
     held = {path: x.clone() for path, x in buffers.items()}
     versions = {path: (x, x._version) for path, x in held.items()}
-    modes = [module.training for _, module in part.modules]
-    token = current_unit.set(part.path)
-    try:
-        with _filled(part.weights, weights), _filled(part.buffers, held):
-            _set_modes(part.modules, call.modes)
-            outputs = original(*args, **kwargs)
-            replaced = [s.path for s in part.weights if s.tensors.get(s.name) is not weights[s.path]]
-            after = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
-    finally:
-        current_unit.reset(token)
-        for (_, module), mode in zip(part.modules, modes, strict=True):
-            module.training = mode
+    with computing(part, weights, held, call.modes):
+        outputs = original(*args, **kwargs)
+        replaced = [s.path for s in part.weights if s.tensors.get(s.name) is not weights[s.path]]
+        after = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
     if replaced:
         raise refuse_writes(replaced)
     return outputs, after, _written(after, versions)
-
-
-def _set_modes(modules: Any, modes: Sequence[bool]) -> None:
-    for place, module in modules:
-        module.training = modes[place]
-
-
-@contextmanager
-def _filled(slots: Sequence[_Slot], values: Mapping[str, Any]) -> Iterator[None]:
-    before = [slot.tensors[slot.name] for slot in slots]
-    for slot in slots:
-        slot.tensors[slot.name] = values[slot.path]
-    try:
-        yield
-    finally:
-        for slot, value in zip(slots, before, strict=True):
-            slot.tensors[slot.name] = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .._array import is_sharded
-from .._errors import UsageError, message
 from .._unit import unit
 from ..backends._torch_autograd import enclosing_hooks
+from ._slots import current_call, refuse_writes, whole_of
 
 Tensor = torch.Tensor
-NAME = "hpfunc.from_module"
-_WRITES = "the module writes into a parameter"
-_READ_ONLY = "parameters are read-only; write `w = w + ...`, or make what changes a buffer"
-
-current_call: ContextVar[Call | None] = ContextVar("hpfunc_nn_call", default=None)
-current_unit: ContextVar[str | None] = ContextVar("hpfunc_nn_unit", default=None)
 
 
 def _getters(*names: str) -> set[Any]:
@@ -61,7 +54,7 @@ class StandIn(Tensor):
             call = current_call.get()
             if func in _PLACE:
                 return func(torch.empty(0, device=call.device if call else "cpu"), *args[1:])
-        args, kwargs = pytree.tree_map_only(StandIn, _whole, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(StandIn, lambda x: whole_of(x.path), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -103,21 +96,4 @@ class Call:
         """Raises UsageError if one of those was written to."""
         written = sorted({path for (path, _), (value, version) in self.wholes.items() if value._version != version})
         if written:
-            raise UsageError(message(NAME, _WRITES, written, hint=_READ_ONLY))
-
-
-def _whole(stand_in: StandIn) -> Tensor:
-    call, inside = current_call.get(), current_unit.get()
-    if inside is not None:
-        rule = f"the unit {inside!r} uses a parameter of another module, which is not gathered with it"
-        hint = "choose units such that the parameter is in this one, or pass it as an argument of the module's call"
-        raise UsageError(message(NAME, rule, [stand_in.path], hint=hint))
-    if call is None:
-        hint = "call what from_module returned, with its parameters: apply(params, ...)"
-        raise UsageError(message(NAME, "a module's copy is used outside of a call", [stand_in.path], hint=hint))
-    return call.whole(stand_in.path)
-
-
-def refuse_writes(paths: list[str]) -> UsageError:
-    """Returns the error for parameters that `forward` replaced."""
-    return UsageError(message(NAME, _WRITES, paths, hint=_READ_ONLY))
+            raise refuse_writes(written)

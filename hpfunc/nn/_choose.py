@@ -1,23 +1,59 @@
-"""Which modules become units: by the caller's words, by default the repeated blocks; and what is left over."""
+"""Which modules become units: by the caller's words, by default the repeated blocks; and what is left over.
+
+What is asked of a framework's modules is `Parts`; all else is the same for every framework.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any
-
-from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from typing import Any, Protocol
 
 from .._errors import SpecError, UsageError, message
 
+Module = Any
+Named = Mapping[str, Module]
 _NAME = "hpfunc.from_module"
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-Named = dict[str, nn.Module]
+
+
+class Parts(Protocol):
+    """How the modules of a framework are taken apart.
+
+    Attributes:
+        kind: the class of all modules.
+        method: the name of the method that a call of a module runs.
+    """
+
+    kind: type
+    method: str
+
+    def named(self, module: Module) -> dict[str, Module]:
+        """Returns a module as "" and all parts of it by path, each once."""
+        ...
+
+    def children(self, module: Module) -> Iterable[tuple[str, Module]]:
+        """Returns the direct parts of a module by name, each once."""
+        ...
+
+    def own(self, module: Module) -> list[str]:
+        """Returns the names of the parameters that a module has beside those of its parts."""
+        ...
+
+    def computes_own(self, module: Module) -> bool:
+        """Returns whether a module computes a parameter of its own from those of its parts."""
+        ...
+
+    def is_list(self, module: Module) -> bool:
+        """Returns whether a module is a list or dict of modules of the framework."""
+        ...
+
+    def is_called(self, module: Module) -> bool:
+        """Returns whether a module has the method that a call runs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,60 +78,60 @@ class Choice:
         return f"{len(self.units)} units: {', '.join(parts)}"
 
 
-def choose(module: nn.Module, units: Any) -> Choice:
+def choose(parts: Parts, module: Module, units: Any) -> Choice:
     """Returns the units that the caller chose, and those of what is left over.
 
     Raises:
         SpecError: an entry selects nothing, or units overlap.
-        UsageError: `units` is of no known kind, or a unit has no `forward`.
+        UsageError: `units` is of no known kind, or a unit cannot be called.
     """
-    named = dict(module.named_modules())
-    chosen = _repeated(module) if units is None else _selected(named, units)
-    _check_overlap(chosen)
-    without = [f"{path}: {type(m).__name__}" for path, m in chosen.items() if not _is_called(m)]
+    named = parts.named(module)
+    chosen = _repeated(parts, named) if units is None else _selected(parts, named, units)
+    _check_overlap(parts, chosen)
+    without = [f"{path}: {type(m).__name__}" for path, m in chosen.items() if not parts.is_called(m)]
     if without:
         hint = "choose the modules in it: a pattern such as 'layers.*'"
-        raise UsageError(message(_NAME, "a unit has no forward", without, hint=hint))
+        raise UsageError(message(_NAME, f"a unit has no {parts.method}", without, hint=hint))
     alone: list[str] = []
-    rest = dict(_left_over("", module, set(chosen.values()), alone, set()))
+    rest = dict(_left_over(parts, "", module, {id(m) for m in chosen.values()}, alone, set()))
     order = {path: place for place, path in enumerate(named)}
     every = sorted({**chosen, **rest}.items(), key=lambda item: order[item[0]])
     return Choice(tuple((path, type(m).__name__) for path, m in every), tuple(dict.fromkeys(alone)))
 
 
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _repeated(module: nn.Module) -> Named:
+def _repeated(parts: Parts, named: Named) -> dict[str, Module]:
     """The outermost modules with parts of their own whose class stands at least twice in lists of the module."""
     members = {
         path: child
-        for prefix, parent in module.named_modules()
-        if isinstance(parent, _CONTAINERS)
-        for path, child in _children(prefix, parent)
-        if not isinstance(child, _CONTAINERS) and any(child.children()) and any(True for _ in child.parameters())
+        for prefix, parent in named.items()
+        if parts.is_list(parent)
+        for path, child in _children(parts, prefix, parent)
+        if not parts.is_list(child) and any(parts.children(child)) and _has_parameters(parts, child)
     }
     counts = Counter(type(child) for child in {id(child): child for child in members.values()}.values())
     blocks = {path: child for path, child in members.items() if counts[type(child)] > 1}
-    inner = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
+    inner = {id(part) for block in blocks.values() for part in parts.named(block).values() if part is not block}
     return {path: child for path, child in blocks.items() if id(child) not in inner}
 
 
-def _children(prefix: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in parent.named_children():
+def _has_parameters(parts: Parts, module: Module) -> bool:
+    return any(parts.own(part) for part in parts.named(module).values())
+
+
+def _children(parts: Parts, prefix: str, parent: Module) -> Iterator[tuple[str, Module]]:
+    for name, child in parts.children(parent):
         yield (f"{prefix}.{name}" if prefix else name), child
 
 
-def _selected(named: Named, units: Any) -> Named:
+def _selected(parts: Parts, named: Named, units: Any) -> dict[str, Module]:
     entries = list(units) if isinstance(units, list | tuple | set | frozenset) else [units]
-    found: Named = {}
+    found: dict[str, Module] = {}
     idle = []
     for entry in entries:
-        matches = _matching(entry)
+        matches = _matching(parts, entry)
         new = {path: module for path, module in named.items() if matches(path, module)}
         if not new:
-            idle.append(_spell(entry))
+            idle.append(_spell(parts, entry))
         found |= new
     if idle:
         words = [entry for entry in entries if isinstance(entry, str)]
@@ -103,10 +139,10 @@ def _selected(named: Named, units: Any) -> Named:
     return found
 
 
-def _matching(entry: Any) -> Callable[[str, nn.Module], bool]:
+def _matching(parts: Parts, entry: Any) -> Callable[[str, Module], bool]:
     if isinstance(entry, str):
         return lambda path, module: fnmatchcase(path, entry)
-    if isinstance(entry, nn.Module):
+    if isinstance(entry, parts.kind):
         return lambda path, module: module is entry
     if isinstance(entry, type):
         return lambda path, module: isinstance(module, entry)
@@ -116,10 +152,10 @@ def _matching(entry: Any) -> Callable[[str, nn.Module], bool]:
     raise UsageError(message(_NAME, rule, hint="hpfunc.from_module(module, units='layers.*')"))
 
 
-def _spell(entry: Any) -> str:
+def _spell(parts: Parts, entry: Any) -> str:
     if isinstance(entry, str):
         return f"pattern {entry!r}"
-    if isinstance(entry, nn.Module):
+    if isinstance(entry, parts.kind):
         return f"a {type(entry).__name__} that is not in the module"
     return f"class {entry.__name__}" if isinstance(entry, type) else f"function {getattr(entry, '__name__', entry)}"
 
@@ -131,12 +167,12 @@ def _nearest(words: Sequence[str], named: Named) -> str:
     return f"paths of modules are {', '.join(map(repr, shown))}" if shown else "the module has no parts"
 
 
-def _check_overlap(chosen: Named) -> None:
+def _check_overlap(parts: Parts, chosen: Named) -> None:
     paths = {id(module): path for path, module in chosen.items()}
     bad = [
         f"{paths[id(part)]!r} is part of {path or 'the whole module'!r}"
         for path, module in chosen.items()
-        for part in module.modules()
+        for part in parts.named(module).values()
         if part is not module and id(part) in paths
     ]
     if bad:
@@ -145,16 +181,17 @@ def _check_overlap(chosen: Named) -> None:
 
 
 def _left_over(
-    path: str, module: nn.Module, chosen: set[nn.Module], alone: list[str], seen: set[nn.Module]
-) -> Iterable[tuple[str, nn.Module]]:
+    parts: Parts, path: str, module: Module, chosen: set[int], alone: list[str], seen: set[int]
+) -> Iterable[tuple[str, Module]]:
     """Yields the smallest modules with parameters of their own that are in no unit yet, and notes what is alone."""
-    if module in chosen or module in seen:
+    if id(module) in chosen or id(module) in seen:
         return
-    seen.add(module)
-    owned = [f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None]
-    if (owned or is_parametrized(module)) and _is_called(module) and chosen.isdisjoint(module.modules()):
+    seen.add(id(module))
+    own = [f"{path}.{name}" if path else name for name in parts.own(module)]
+    holds_no_unit = chosen.isdisjoint(id(part) for part in parts.named(module).values())
+    if (own or parts.computes_own(module)) and parts.is_called(module) and holds_no_unit:
         yield path, module
         return
-    alone += owned
-    for child_path, child in _children(path, module):
-        yield from _left_over(child_path, child, chosen, alone, seen)
+    alone += own
+    for child_path, child in _children(parts, path, module):
+        yield from _left_over(parts, child_path, child, chosen, alone, seen)

@@ -1,0 +1,127 @@
+"""What frameworks share of a module's copy: the call that runs, and the places of the copy that it fills.
+
+See Note [The copy] in ``_torch_skeleton``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .._errors import UsageError, message
+
+Tensor = Any
+NAME = "hpfunc.from_module"
+
+
+class Running(Protocol):
+    """A call that runs."""
+
+    def whole(self, path: str) -> Tensor:
+        """Returns a parameter's values, for use outside of the unit that it belongs to: as a unit of its own."""
+        ...
+
+
+current_call: ContextVar[Any] = ContextVar("hpfunc_nn_call", default=None)
+current_unit: ContextVar[str | None] = ContextVar("hpfunc_nn_unit", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place of a module that holds a parameter or a buffer, and the path of that."""
+
+    tensors: dict[str, Any]
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A unit: its module, the modules in it with their places among all, and their parameters and buffers."""
+
+    path: str
+    module: Any
+    modules: tuple[tuple[int, Any], ...]
+    weights: tuple[Slot, ...]
+    buffers: tuple[Slot, ...]
+
+
+@contextmanager
+def filled(slots: Sequence[Slot], values: Mapping[str, Any]) -> Iterator[None]:
+    """Puts values into places of a copy for the time of the body."""
+    before = [slot.tensors[slot.name] for slot in slots]
+    for slot in slots:
+        slot.tensors[slot.name] = values[slot.path]
+    try:
+        yield
+    finally:
+        for slot, value in zip(slots, before, strict=True):
+            slot.tensors[slot.name] = value
+
+
+@contextmanager
+def computing(
+    part: Part, weights: Mapping[str, Any], buffers: Mapping[str, Any], modes: Sequence[bool]
+) -> Iterator[None]:
+    """Makes a unit's module ready for the time of the body: its values, its modes, and its name for errors."""
+    before = [module.training for _, module in part.modules]
+    token = current_unit.set(part.path)
+    try:
+        with filled(part.weights, weights), filled(part.buffers, buffers):
+            set_modes(part.modules, modes)
+            yield
+    finally:
+        current_unit.reset(token)
+        for (_, module), mode in zip(part.modules, before, strict=True):
+            module.training = mode
+
+
+def set_modes(modules: Any, modes: Sequence[bool]) -> None:
+    """Gives each of the modules (place, module) its mode."""
+    for place, module in modules:
+        module.training = modes[place]
+
+
+def whole_of(path: str) -> Tensor:
+    """Returns the values of a parameter that is used outside of its unit.
+
+    Raises:
+        UsageError: no call runs, or the use is inside of another unit.
+    """
+    call, inside = current_call.get(), current_unit.get()
+    if inside is not None:
+        rule = f"the unit {inside!r} uses a parameter of another module, which is not gathered with it"
+        hint = "choose units such that the parameter is in this one, or pass it as an argument of the module's call"
+        raise UsageError(message(NAME, rule, [path], hint=hint))
+    if call is None:
+        hint = "call what from_module returned, with its parameters: apply(params, ...)"
+        raise UsageError(message(NAME, "a module's copy is used outside of a call", [path], hint=hint))
+    return call.whole(path)
+
+
+def refuse_writes(paths: Sequence[str]) -> UsageError:
+    """Returns the error for parameters that the module writes into."""
+    hint = "parameters are read-only; write `w = w + ...`, or make what changes a buffer"
+    return UsageError(message(NAME, "the module writes into a parameter", paths, hint=hint))
+
+
+def misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
+    """Returns what is wrong with tensors that are to take the places of a module's own."""
+    missing = [f"{path}: missing" for path in own if given.get(path) is None]
+    unexpected = [f"{path}: unexpected" for path in given if path not in own]
+    shapes = [
+        f"{path}: shape {tuple(given[path].shape)}, the module has {tuple(x.shape)}"
+        for path, x in own.items()
+        if given.get(path) is not None and tuple(given[path].shape) != tuple(x.shape)
+    ]
+    return missing + unexpected + shapes
+
+
+def owners_of_hooks(parts: Iterable[Any], tables: Iterable[Mapping[Any, Any]]) -> dict[int, Any]:
+    """Returns by identity what a copy of modules must not copy: hooks of the user, or the objects that have them."""
+    modules = {id(part) for part in parts}
+    owners = [getattr(hook, "__self__", hook) for table in tables for hook in table.values() if callable(hook)]
+    return {id(owner): owner for owner in owners if id(owner) not in modules}
