@@ -16,6 +16,8 @@ import torch
 import hpfunc as hp
 from hpfunc import backends
 from hpfunc.checkpoint import PerRank, _save
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.ranks import mesh_of, outcome
 
 
@@ -23,7 +25,7 @@ def params_of(mesh: hp.Mesh, seed: int = 0, shape: tuple[int, int] = (7, 5)) -> 
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(shape, generator=generator, dtype=torch.float64)
     tree = {"w": w, "b": torch.ones(shape[1], dtype=torch.float64)}
-    return hp.shard(tree, mesh, hp.P("shard"))
+    return hp.shard(to_framework(tree), mesh, hp.P("shard"))
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Training:
 
     def __init__(self, mesh: hp.Mesh, seed: int) -> None:
         self.optimizer = hp.optim.adamw(0.1)
-        unit = hp.unit(lambda layer, x: torch.tanh(x @ layer["w"] + layer["b"]))
+        unit = hp.unit(lambda layer, x: ops.tanh(ops.matmul(x, layer["w"]) + layer["b"]))
         self.generator = torch.Generator().manual_seed(seed)
         params = [params_of(mesh, seed + layer, (7, 7)) for layer in range(3)]
         self.state = {"params": params, "opt": self.optimizer.init(params), "position": 0}
@@ -227,13 +229,13 @@ class Training:
             position = self.state["position"]
             batches = torch.randn(12, 7, generator=torch.Generator().manual_seed(position), dtype=torch.float64)
             x = batches.chunk(self.mesh.size)[self.mesh.axis_index(self.mesh.axis_names)]
-            params, opt, loss = self.step(self.state["params"], self.state["opt"], x)
+            params, opt, loss = self.step(self.state["params"], self.state["opt"], to_framework(x))
             self.state = {"params": params, "opt": opt, "position": position + 1}
-            losses.append(loss.item())
+            losses.append(to_torch(loss).item())
         return losses
 
     def tree(self) -> dict[str, Any]:
-        return self.state | {"random": PerRank(self.generator.get_state())}
+        return self.state | {"random": PerRank(to_framework(self.generator.get_state()))}
 
 
 def train_and_save(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -243,7 +245,7 @@ def train_and_save(rank: int, path: str, shape: tuple[int, ...], names: tuple[st
     saving = hp.checkpoint.save(path, training.tree(), asynchronous=True)
     losses = training.run(3)  # goes on while the thread writes, and donates what is saved
     saving.wait()
-    return losses, torch.rand(1, generator=training.generator), hp.unshard(training.state["params"])
+    return losses, torch.rand(1, generator=training.generator), to_torch(hp.unshard(training.state["params"]))
 
 
 def resume(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -251,10 +253,10 @@ def resume(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...])
     fresh = training.tree()
     allow = ["misfit"] if len(shape) == 1 and shape != (4,) else []
     loaded = hp.checkpoint.load(path, fresh, allow=allow)
-    training.generator.set_state(loaded.pop("random").value)
+    training.generator.set_state(to_torch(loaded.pop("random").value))
     training.state = loaded
     assert loaded["opt"].step == 3
-    return training.run(3), torch.rand(1, generator=training.generator), hp.unshard(training.state["params"])
+    return training.run(3), torch.rand(1, generator=training.generator), to_torch(hp.unshard(training.state["params"]))
 
 
 HSDP = ((2, 2), ("replicate", "shard"))
