@@ -39,7 +39,7 @@ class Way:
     policy: hp.Policy
 
 
-ALONE = {"pack_below_bytes": 0}  # each weight in a message of its own, without a copy
+ALONE: dict[str, Any] = {"pack_below_bytes": 0}  # each weight in a message of its own, without a copy
 WAYS = (
     Way("FSDP, ZeRO-3", 1, hp.Policy.zero3(**ALONE)),
     Way("HSDP, ZeRO-3", 2, hp.Policy.zero3(**ALONE)),
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace, framework: Framework, judge: Judge, make_mesh
         if world.rank == 0:
             print(line, flush=True)
 
-    rows = [("", "units whole", "peak", "gathers", "all sent", "launches beside compute")]
+    rows: list[tuple[str, ...]] = [("", "units whole", "peak", "gathers", "all sent", "launches beside compute")]
     found = []
     for way in WAYS:
         mesh = world if way.replicas == 1 else make_mesh((way.replicas, world.size // way.replicas), axes)

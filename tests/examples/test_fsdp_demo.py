@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.examples.test_parallel import example
+from tests.examples.test_parallel import EXAMPLES, example
 from tests.ranks import Pool, mesh_of
 
 SMALL = ["--dim", "32", "--layers", "2", "--context", "16", "--batch", "2", "--steps", "3"]
@@ -44,7 +44,12 @@ def assert_demonstrated(codes_and_outputs: list[tuple[int, str]]) -> None:
 
 @pytest.mark.processes
 def test_all_ways_agree_with_plain_torch(pool: Callable[[int], Pool]) -> None:
-    assert_demonstrated(pool(4).run(said, "torch", "--dtype", "float64"))
+    results = pool(4).run(said, "torch", "--dtype", "float64")
+    assert_demonstrated(results)
+    _, middle, _, costs, *_ = results[0][1].split("\n\n")
+    page = (EXAMPLES.parent / "docs/howto/examples.md").read_text()
+    for text in (middle, costs):
+        assert f"\n```text\n{text}\n```\n" in page, f"docs/howto/examples.md should have\n{text}"
 
 
 @pytest.mark.parametrize(("change", "verdict"), [(0.0, True), (1e-9, False)])

@@ -22,10 +22,10 @@ SMALL = ["--steps", "8", "--every", "3", "--dim", "32", "--layers", "1", "--cont
 PARTS = ["params", "optimizer", "position", "random"]
 
 
-def losses(rank: int, arguments: list[str], forgotten: str = "") -> list[float]:
-    """Returns the curve of a run on two ranks, which may forget a part of what it loads."""
-    module = example("resume")
-    resuming, mesh = module.resuming, mesh_of((2,), ("shard",))
+def losses(rank: int, arguments: list[str], forgotten: str = "", framework: str = "torch") -> list[float]:
+    """Returns the curve of a run, which may forget a part of what it loads."""
+    module = example("resume", framework)
+    resuming, mesh = module.resuming, mesh_of((-1,), ("shard",))
 
     def load(path: Path, like: Any) -> Any:
         state = hp.checkpoint.load(path, like=like)
