@@ -30,23 +30,23 @@ class Way:
 
     Attributes:
         name: for people.
-        replicas: ranks along ``replicate``; the others shard.
+        replicates: whether there are two replicas, so HSDP.
         policy: how the step is scheduled.
     """
 
     name: str
-    replicas: int
+    replicates: bool
     policy: hp.Policy
 
 
 ALONE: dict[str, Any] = {"pack_below_bytes": 0}  # each weight in a message of its own, without a copy
 WAYS = (
-    Way("FSDP, ZeRO-3", 1, hp.Policy.zero3(**ALONE)),
-    Way("HSDP, ZeRO-3", 2, hp.Policy.zero3(**ALONE)),
-    Way("HSDP, ZeRO-2", 2, hp.Policy.zero2(**ALONE)),
-    Way("HSDP, ZeRO-1", 2, hp.Policy.zero1(**ALONE)),
-    Way("HSDP, two units ahead", 2, hp.Policy(prefetch=2, **ALONE)),
-    Way("HSDP, all fused", 2, hp.Policy(pack_below_bytes=math.inf, reduce_bucket_bytes=math.inf)),
+    Way("FSDP, ZeRO-3", False, hp.Policy.zero3(**ALONE)),
+    Way("HSDP, ZeRO-3", True, hp.Policy.zero3(**ALONE)),
+    Way("HSDP, ZeRO-2", True, hp.Policy.zero2(**ALONE)),
+    Way("HSDP, ZeRO-1", True, hp.Policy.zero1(**ALONE)),
+    Way("HSDP, two units ahead", True, hp.Policy(prefetch=2, **ALONE)),
+    Way("HSDP, all fused", True, hp.Policy(pack_below_bytes=math.inf, reduce_bucket_bytes=math.inf)),
 )
 
 
@@ -106,8 +106,8 @@ def row(way: Way, schedule: hp.Schedule) -> tuple[str, ...]:
 
 def main(args: argparse.Namespace, framework: Framework, judge: Judge, make_mesh: Any = hp.make_mesh) -> int:
     """Runs all ways, compares them, and returns 0 if they agree."""
-    data, axes = text.standard_library(), ("replicate", "shard")
-    world = make_mesh((-1,), ("shard",))
+    data, world = text.standard_library(), make_mesh((-1,), ("shard",))
+    pairs = make_mesh((2, world.size // 2), ("replicate", "shard"))
 
     def say(line: str) -> None:
         if world.rank == 0:
@@ -116,8 +116,7 @@ def main(args: argparse.Namespace, framework: Framework, judge: Judge, make_mesh
     rows: list[tuple[str, ...]] = [("", "units whole", "peak", "gathers", "all sent", "launches beside compute")]
     found = []
     for way in WAYS:
-        mesh = world if way.replicas == 1 else make_mesh((way.replicas, world.size // way.replicas), axes)
-        weights, losses, schedule = run(way, args, mesh, data, framework)
+        weights, losses, schedule = run(way, args, pairs if way.replicates else world, data, framework)
         found.append((weights, losses))
         rows.append(row(way, schedule))
         if way is WAYS[1]:
