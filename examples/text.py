@@ -6,6 +6,7 @@ import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 
@@ -49,6 +50,15 @@ def standard_library() -> Text:
     for path in paths:
         if not _SKIPPED & set(path.split("/")):
             parts[zlib.crc32(path.encode()) % 16 == 0].append((root / path).read_bytes())
+    train, held_out = (np.frombuffer(b"\n\n".join(part), np.uint8) for part in parts)
+    return Text(train, held_out)
+
+
+def help_texts() -> Text:
+    """Reads English: what ``help("...")`` prints on the topics of the language. One topic in sixteen is held out."""
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for name, topic in sorted(topics.items()):
+        parts[zlib.crc32(name.encode()) % 16 == 0].append(topic.encode())
     train, held_out = (np.frombuffer(b"\n\n".join(part), np.uint8) for part in parts)
     return Text(train, held_out)
 

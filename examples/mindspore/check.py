@@ -38,7 +38,7 @@ def run(framework: Framework, args: argparse.Namespace, mesh: hp.Mesh, data: Tex
     say("float32 with SGD: relative difference of each leaf after 20 steps, and of each loss")
     worst = apart = 0.0
     if mesh.rank == 0:
-        wanted, wanted_losses = _alone(framework, args, config, mesh.size, data)
+        wanted, wanted_losses = _alone(framework, args, config, RATE, mesh.size, data, NUM_STEPS)
         for path, got, want in zip(optree.tree_paths(whole), optree.tree_leaves(whole), wanted, strict=True):
             difference = float(np.linalg.norm(got.asnumpy() - want) / np.linalg.norm(want))
             say(f"  {difference:.1e}  {'.'.join(map(str, path))}")
@@ -55,13 +55,21 @@ def run(framework: Framework, args: argparse.Namespace, mesh: hp.Mesh, data: Tex
 
 
 def _alone(
-    framework: Framework, args: argparse.Namespace, config: Config, num_ranks: int, data: Text
+    framework: Framework,
+    args: argparse.Namespace,
+    config: Config,
+    rate: float,
+    num_ranks: int,
+    data: Text,
+    num_steps: int,
+    dtype: Any = None,
 ) -> tuple[list[np.ndarray], list[float]]:
     """Returns the weights after training on the mean of all ranks' losses, in this process, without hpfunc."""
     framework.seed(args.seed)
     leaves, treedef = optree.tree_flatten(cast(Any, model.init(config)))
+    leaves = [leaf if dtype is None else leaf.astype(dtype) for leaf in leaves]
     losses = []
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         batches = [batch(args, data, framework, number, rank) for rank in range(num_ranks)]
 
         def mean(*leaves: Any) -> Any:
@@ -69,6 +77,13 @@ def _alone(
             return sum(model.loss(model.PLAIN, params, *batch) for batch in batches) / num_ranks  # noqa: B023
 
         loss, gradients = mindspore.value_and_grad(mean, tuple(range(len(leaves))))(*leaves)
-        leaves = [leaf - RATE * gradient for leaf, gradient in zip(leaves, gradients, strict=True)]
+        leaves = [leaf - rate * gradient for leaf, gradient in zip(leaves, gradients, strict=True)]
         losses.append(float(loss))
     return [leaf.asnumpy() for leaf in leaves], losses
+
+
+def judge(
+    framework: Framework, args: argparse.Namespace, config: Config, num_ranks: int, data: Text, num_steps: int
+) -> tuple[list[np.ndarray], list[float]]:
+    """Returns weights and losses of a training with SGD in this process, without hpfunc, in float64."""
+    return _alone(framework, args, config, args.rate, num_ranks, data, num_steps, mindspore.float64)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import model
+import numpy as np
 import optree
 import torch
 from text import Text
@@ -31,7 +33,8 @@ def run(framework: Framework, args: argparse.Namespace, mesh: hp.Mesh, data: Tex
     say("float64 with SGD: relative difference of each leaf after 20 steps")
     worst = 0.0
     if mesh.rank == 0:
-        wanted, _ = _alone(framework, args, double, lambda p: torch.optim.SGD(p, RATE), mesh.size, data)
+        sgd = partial(torch.optim.SGD, lr=RATE)
+        wanted, _ = _alone(framework, args, double, sgd, mesh.size, data, NUM_STEPS)
         for path, got, want in zip(optree.tree_paths(weights), optree.tree_leaves(weights), wanted, strict=True):
             difference = float((got - want).norm() / want.norm())
             say(f"  {difference:.1e}  {'.'.join(map(str, path))}")
@@ -41,9 +44,8 @@ def run(framework: Framework, args: argparse.Namespace, mesh: hp.Mesh, data: Tex
     say("float32 with AdamW: loss of each step, and its difference")
     apart = 0.0
     if mesh.rank == 0:
-        _, wanted = _alone(
-            framework, args, single, lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01), mesh.size, data
-        )
+        adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
+        _, wanted = _alone(framework, args, single, adamw, mesh.size, data, NUM_STEPS)
         for number, (got, want) in enumerate(zip(losses, wanted, strict=True)):
             say(f"  {number:2d}  {want:.6f}  {abs(got - want):.1e}")
             apart = max(apart, abs(got - want))
@@ -82,13 +84,15 @@ def _alone(
     make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     num_ranks: int,
     data: Text,
+    num_steps: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Returns the weights after training on the mean of all ranks' losses, in this process, without hpfunc."""
     torch.manual_seed(args.seed)
-    params = model.init(config)
-    leaves, losses = [leaf.requires_grad_() for leaf in optree.tree_leaves(cast(Any, params))], []
+    params = cast(Any, optree.tree_map(lambda leaf: leaf.to(dtype), cast(Any, model.init(config))))
+    leaves, losses = [leaf.requires_grad_() for leaf in optree.tree_leaves(params)], []
     optimizer = make_optimizer(leaves)
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         each = [
             model.loss(model.PLAIN, params, *batch(args, data, framework, number, rank)) for rank in range(num_ranks)
         ]
@@ -98,3 +102,12 @@ def _alone(
         optimizer.step()
         losses.append(float(loss.detach()))
     return [leaf.detach() for leaf in leaves], losses
+
+
+def judge(
+    framework: Framework, args: argparse.Namespace, config: Config, num_ranks: int, data: Text, num_steps: int
+) -> tuple[list[np.ndarray], list[float]]:
+    """Returns weights and losses of a training with SGD in this process, without hpfunc, in float64."""
+    sgd = partial(torch.optim.SGD, lr=args.rate)
+    leaves, losses = _alone(framework, args, config, sgd, num_ranks, data, num_steps, torch.float64)
+    return [leaf.numpy() for leaf in leaves], losses

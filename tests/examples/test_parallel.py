@@ -20,19 +20,22 @@ from tests.ranks import Pool, mesh_of, outcome
 from tests.ranks import pool as pool_of
 from tests.test_parity import assert_close, assert_same_bits
 
-FOLDER = Path(__file__).parents[2] / "examples" / "torch"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FOLDER = EXAMPLES / "torch"
 NAMES = ("tensor_parallel", "context_parallel", "expert_parallel")
 DATA_AXES = {"tensor_parallel": 2, "context_parallel": 3, "expert_parallel": 3}
 STEPS, RATE = 3, 0.5
 
 
-def example(name: str) -> ModuleType:
+def example(name: str, framework: str = "torch") -> ModuleType:
     """Returns an example as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    folder = EXAMPLES / framework
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     path = list(sys.path)
+    sys.path.insert(0, str(folder))  # as for a script
     spec.loader.exec_module(module)
     sys.path[:] = path
     return module

@@ -1,0 +1,18 @@
+"""`examples/mindspore/fsdp_demo.py` in small: it shows a plan, and all ways agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.examples.test_fsdp_demo import assert_demonstrated, said
+from tests.frameworks import needs_mindspore
+from tests.ranks import Pool
+
+
+@needs_mindspore
+@pytest.mark.processes
+def test_all_ways_agree_with_plain_mindspore(pool: Callable[..., Pool]) -> None:
+    ranks = pool(4, "mindspore")
+    assert_demonstrated(ranks.run(said, "mindspore", "--steps", "2", deadline_s=240.0))  # recorded, and planned
