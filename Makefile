@@ -7,6 +7,7 @@ PYTHON ?= python3
 BACKEND ?= torch
 NPROC ?= 4
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -45,8 +46,8 @@ demo: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## train 
 	HPFUNC_BACKEND=$(BACKEND) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/$(BACKEND)/train_text.py $(DEMO_ARGS)
 
 .PHONY: bench
-bench: $(READY) ## hpfunc against FSDP2 on a network of limited speed (needs root, and a quiet machine)
-	benchmarks/launch.sh 2 1gbit benchmarks/overlap.py --variants "compute,wire,FSDP2,FSDP2 tuned,hpfunc eager,hpfunc"
+bench: $(READY) ## hpfunc beside FSDP2 and DDP: tables, plots and targets (needs root and a quiet machine; under 20 minutes)
+	$(BIN)/python examples/benchmarks/bench.py $(BENCH_ARGS)
 
 .PHONY: test
 test: $(READY) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses

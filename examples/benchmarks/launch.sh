@@ -1,7 +1,8 @@
 #!/bin/bash
 # Runs a benchmark, one process per rank, on a shaped network or on loopback, and takes the network down again.
 #
-#   launch.sh NUM_RANKS RATE SCRIPT [ARGUMENTS...]     RATE: 1gbit, 200mbit, ...; "none" shapes nothing; "loopback" needs no root
+#   launch.sh NUM_RANKS RATE SCRIPT [ARGUMENTS...]     RATE: 1gbit, 200mbit, ...; "none" shapes nothing; "loopback" needs no root;
+#                                                      RATE,SLOW_RATE,NEAR: slower between groups of NEAR ranks (shapednet.sh)
 #
 # A rank finds RANK, WORLD_SIZE and BENCH_STORE (a file for the rendezvous) in its environment. PYTHON chooses the interpreter.
 set -euo pipefail
@@ -10,7 +11,7 @@ set -euo pipefail
 num_ranks=$1 rate=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
-python=${PYTHON:-$here/../.venv/bin/python}
+python=${PYTHON:-$here/../../.venv/bin/python}
 export NET_PREFIX=hpbench$$ WORLD_SIZE=$num_ranks BENCH_RATE=$rate
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONDONTWRITEBYTECODE=1
 BENCH_STORE=$(mktemp -u "${TMPDIR:-/tmp}/hpbench.XXXXXX")
@@ -30,7 +31,8 @@ if [ "$rate" = loopback ]; then
   enter() { shift; exec "$@"; }
 else
   export GLOO_SOCKET_IFNAME=eth0
-  "$here/shapednet.sh" up "$num_ranks" "$rate"
+  IFS=, read -ra rates <<<"$rate"
+  "$here/shapednet.sh" up "$num_ranks" "${rates[@]}"
   enter() { exec "$here/shapednet.sh" exec "$@"; }
 fi
 for ((rank = 0; rank < num_ranks; rank++)); do

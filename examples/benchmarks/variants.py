@@ -1,0 +1,113 @@
+"""What hpfunc is compared with, and hpfunc: every variant trains the same model on the same data with AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from models import Model
+from torch import Tensor
+
+import hpfunc as hp
+from hpfunc.backends import Counters
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained, on which mesh.
+
+    Attributes:
+        model: see `Model`.
+        mesh: sizes of the axes; of two, the first is ``"replicate"``, the last always ``"shard"``.
+        micro_batches: gradients of so many are added up in a step.
+        bf16: weights are gathered and used in bfloat16; gradients are reduced in float32.
+    """
+
+    model: Model = field(default_factory=Model)
+    mesh: tuple[int, ...] = (2,)
+    micro_batches: int = 1
+    bf16: bool = False
+
+    def batches(self) -> list[Tensor]:
+        """Returns the micro-batches of this rank."""
+        return [self.model.batch(dist.get_rank(), index) for index in range(self.micro_batches)]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+        step: one step of training.
+        weights: returns all weights, whole.
+        counters: returns what hpfunc counted in the last step, if it did.
+        schedule: returns the schedule of the last step, if there is one.
+    """
+
+    step: measure.Step
+    weights: Callable[[], list[Tensor]] = list
+    counters: Callable[[], Counters | None] = lambda: None
+    schedule: Callable[[], hp.Schedule | None] = lambda: None
+
+
+def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
+    """Trains with hpfunc, eagerly if there is no policy."""
+    mesh = hp.make_mesh(task.mesh, ("replicate", "shard")[-len(task.mesh) :])
+    params = hp.shard(task.model.weights(), mesh, hp.P("shard"))
+    optimizer = hp.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    state, block = optimizer.init(params), hp.unit(task.model.block, name="block")
+    numerics = hp.Numerics(param_dtype="bfloat16", reduce_dtype="float32") if task.bf16 else hp.Numerics()
+    batches = [x.bfloat16() if task.bf16 else x for x in task.batches()]
+
+    def loss_fn(params: list[Any], x: Tensor) -> Tensor:
+        for weights in params:
+            x = block(weights, x)
+        return x.float().pow(2).mean(-1).sum()
+
+    grad_fn = hp.value_and_grad(loss_fn, numerics=numerics)
+    batch: Any = batches[0]
+    if task.micro_batches > 1:
+        grad_fn = hp.accumulate(grad_fn, task.micro_batches)
+        batch = torch.stack(batches)
+
+    def step_fn(params: list[Any], state: Any, x: Tensor) -> tuple[list[Any], Any, Tensor]:
+        loss, grads = grad_fn(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return hp.apply_updates(params, updates), state, loss
+
+    train: Any = hp.sharded(step_fn, mesh, policy=policy, donate_argnums=(0, 1)) if policy is not None else step_fn
+
+    def step() -> None:
+        nonlocal params, state
+        params, state, _ = train(params, state, batch)
+
+    def weights() -> list[Tensor]:
+        return [weight for block in hp.unshard(params) for weight in block.values()]
+
+    if policy is None:
+        return Variant(step, weights)
+    return Variant(step, weights, lambda: train.last_counters, lambda: train.last_schedule)
+
+
+POLICIES = {
+    "hpfunc": hp.Policy(),
+    "hpfunc packs nothing": hp.Policy(pack_below_bytes=0),
+    "hpfunc packs all": hp.Policy(pack_below_bytes=math.inf),
+    "hpfunc prefetch 2": hp.Policy(prefetch=2),
+}
+
+
+def make(name: str, task: Task) -> Variant:
+    """Returns a variant of hpfunc by its name."""
+    if name in POLICIES:
+        return train_hpfunc(task, POLICIES[name])
+    if name == "hpfunc eager":
+        return train_hpfunc(task, None)
+    raise ValueError(name)
