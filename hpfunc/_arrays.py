@@ -11,6 +11,7 @@ from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._comm import comm
 from ._errors import LeafError, SpecError, message
 from ._mesh import Mesh, PartitionSpec, did_you_mean
+from ._numerics import dtype_name
 from ._tree import broadcast_prefix, flatten, paths, unflatten
 
 Tensor = Any
@@ -148,7 +149,7 @@ def facts(tree: Any, wanted: Sequence[str]) -> str:
     """Returns what ranks compare before they move a tree: each leaf, and what is to become of it."""
     leaves, names = flatten(tree, is_sharded)[0], paths(tree, "tree", is_sharded)
     return "\n".join(
-        f"{name}: {describe(leaf)}, {leaf.dtype}, {target}"
+        f"{name}: {describe(leaf)}, {dtype_name(leaf.dtype)}, {target}"
         for name, leaf, target in zip(names, leaves, wanted, strict=True)
     )
 

@@ -100,7 +100,8 @@ def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Se
     for name, leaf in zip(names, leaves, strict=True):
         tensor = leaf._value if is_sharded(leaf) else leaf
         if not backend.is_tensor(tensor) or not backend.is_floating(backend.dtype_name(tensor)):
-            bad.append(f"{name}: {describe(leaf)}, {getattr(tensor, 'dtype', type(tensor).__name__)}")
+            kind = backend.dtype_name(tensor) if backend.is_tensor(tensor) else type(tensor).__name__
+            bad.append(f"{name}: {describe(leaf)}, {kind}")
     if bad:
         hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))

@@ -136,7 +136,7 @@ def _call(
     tracker = next((a._tracker for a in arrays if a._tracker is not None), None)
     run = current_run.get() if tracker is None else cast(Run, tracker)  # only a run tracks arrays
     backend = backends.get(arrays[0].mesh.framework)
-    if backend.is_transformed(() if run is not None else [a._value for a in arrays]):
+    if backend.is_transformed(() if run is not None else _inputs(backend, arrays, args, kwargs)):
         if run is not None:
             hint = "let torch.func differentiate the function itself, without value_and_grad"
             raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
@@ -162,6 +162,12 @@ def _call(
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
     return outputs
+
+
+def _inputs(backend: Backend, arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns all tensors that a call of a unit depends on."""
+    leaves = optree.tree_leaves(cast(Any, [args, kwargs]))
+    return [array._value for array in arrays] + [leaf for leaf in leaves if backend.is_tensor(leaf)]
 
 
 def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> Callable[..., Any]:

@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 60.0
+START_S = 300.0  # to import MindSpore takes 5 s on an idle machine, and beside other work far longer
 GROUP_TIMEOUT_S = 20.0
 
 
@@ -85,13 +86,17 @@ class Pool:
         call = pickle.dumps((fn, args))
         if not self._processes:
             self._start()
+            self._answers("the start", START_S)
         for pipe in self._pipes:
             pipe.send_bytes(call)
+        return self._answers(fn.__name__, deadline_s)
+
+    def _answers(self, name: str, deadline_s: float) -> list[Any]:
         answers = self._collect(time.monotonic() + deadline_s)
         bad = [f"--- rank {rank} {how}\n{what}" for rank, (how, what) in enumerate(answers) if how != "returned"]
         if bad:
             self.stop()
-            raise RankError(f"{fn.__name__} on {self.size} ranks\n" + "\n".join(bad))
+            raise RankError(f"{name} on {self.size} ranks\n" + "\n".join(bad))
         return [result for _, result in answers]
 
     def stop(self) -> None:
@@ -188,6 +193,7 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
     _join(rank, size, directory)
     gc.freeze()  # a collection looks at what tests make, not each time at the 300,000 objects of the modules
+    pipe.send_bytes(_dump(("returned", None)))  # it has started
     while True:
         try:
             fn, args = pickle.loads(pipe.recv_bytes())
@@ -205,7 +211,7 @@ def _join(rank: int, size: int, directory: str) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(str(Path(directory) / "store"), size)
-    timeout = timedelta(seconds=DEADLINE_S)  # they start at different times; meshes have a timeout of their own
+    timeout = timedelta(seconds=START_S)  # they start at different times; meshes have a timeout of their own
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 

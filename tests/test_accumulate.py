@@ -10,11 +10,11 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
+from tests import frameworks as ops
 from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
@@ -143,13 +143,13 @@ def counted(rank: int, mode: str, policy: hp.Policy, count: int) -> dict[str, in
         hp.accumulate(hp.value_and_grad(lambda p, x: _chain(unit, p, x)), count, mode=mode), mesh, policy=policy
     )
     for _ in range(2):
-        step(params, torch.ones(count, 32))
+        step(params, ops.ones(count, 32))
     assert step.followed_plan
     return step.last_counters.collectives
 
 
 def _layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(F.linear(x, p["w"], p["b"]))
+    return ops.tanh(ops.linear(x, p["w"], p["b"]))
 
 
 def _chain(unit: Callable[..., Any], params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def leaving(rank: int, mode: str, policy: hp.Policy, numerics: hp.Numerics) -> l
     turn = [0]
     grad_fn = hp.accumulate(hp.value_and_grad(loss, numerics=numerics), 3, mode=mode)
     step = hp.sharded(grad_fn, mesh, policy=policy, debug=True)
-    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(rank))
+    x = to_framework(torch.randn(3, 32, generator=torch.Generator().manual_seed(rank)))
     found = []
     wanted = {}
     for turn[0] in (5, 5, 0, 5, 1, 1, 2):

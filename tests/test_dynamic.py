@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 import hpfunc as hp
 from hpfunc import _sharded
 from hpfunc._predict import predict
+from tests import frameworks as ops
+from tests.frameworks import to_torch
 from tests.models import P
 from tests.ranks import Pool, mesh_of, outcome
-from tests.test_execute import chain, data, is_sharded, layer_unit, layers
+from tests.test_execute import chain, data, layer_unit, layers
 from tests.test_parity import assert_same_bits
 
 pytestmark = pytest.mark.processes
@@ -45,7 +47,7 @@ def act(what: What, params: Any, x: torch.Tensor) -> Any:
         case "subset", kept:
             return hp.value_and_grad(chain)([params[i] for i in kept], x)
         case "rows", number:
-            return hp.value_and_grad(chain)(params, x.repeat(number, 1))
+            return hp.value_and_grad(chain)(params, ops.repeat(x, number))
     raise AssertionError(what)
 
 
@@ -67,7 +69,7 @@ def follows(whats: Sequence[What], kept: int = 64) -> list[bool]:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    return [x.local if is_sharded(x) else x for x in optree.tree_leaves(tree, is_leaf=is_sharded)]
+    return optree.tree_leaves(to_torch(tree))
 
 
 def changing(

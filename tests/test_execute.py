@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
 from hpfunc.backends import Counters, get
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P
 from tests.peak_memory import peak_memory
 from tests.ranks import Pool, mesh_of, outcome
@@ -33,19 +35,20 @@ def is_sharded(x: Any) -> bool:
 
 
 def local_leaves(tree: Any) -> list[torch.Tensor]:
-    return [leaf.local for leaf in optree.tree_leaves(tree, is_leaf=is_sharded)]
+    return to_torch([leaf.local for leaf in optree.tree_leaves(tree, is_leaf=is_sharded)])
 
 
 def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(F.linear(x, p["w"], p["b"]))
+    return ops.tanh(ops.linear(x, p["w"], p["b"]))
 
 
 def layers(count: int, width: int = D) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
-    return [
+    tree = [
         {"w": torch.randn(width, width, generator=generator) / 6, "b": torch.randn(width, generator=generator)}
         for _ in range(count)
     ]
+    return to_framework(tree)
 
 
 layer_unit = hp.unit(layer)
@@ -62,7 +65,7 @@ def step(params: Any, x: torch.Tensor) -> Any:
 
 
 def data(rank: int, width: int = D) -> torch.Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(7 + rank))
+    return to_framework(torch.randn(4, width, generator=torch.Generator().manual_seed(7 + rank)))
 
 
 # --- nothing is copied ----------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def test_the_profiler_shows_every_op_by_its_name(pool: Callable[[int], Pool]) ->
 # --- timing changes nothing -----------------------------------------------------------------------------------------
 def delayed(rank: int, slow_rank: int, slow_launch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns gradients of an eager step, and of a planned one in which one launch of one rank comes late."""
-    mesh, backend = mesh_of((2, 2), ("replicate", "shard")), cast(Any, get("torch"))
+    mesh, backend = mesh_of((2, 2), ("replicate", "shard")), cast(Any, get(ops.framework()))
     params = hp.shard(layers(3), mesh, P("shard"))
     _, want = step(params, data(rank))
     run = hp.sharded(step, mesh, policy=hp.Policy(pack_below_bytes=0), debug=True)
@@ -389,7 +392,7 @@ def forward_only(rank: int) -> tuple[bool, torch.Tensor, torch.Tensor]:
     for _ in range(2):
         found = run(params, data(rank))
     want = chain(layers(3), data(rank), layer)
-    return run.followed_plan, found, want
+    return run.followed_plan, *to_torch((found, want))
 
 
 def test_a_forward_only_step(pool: Callable[[int], Pool]) -> None:
@@ -482,7 +485,7 @@ def local_parts(rank: int, layout: Layout) -> tuple[list[torch.Tensor], list[tor
     mesh = mesh_of(layout.shape, layout.names)
     model = Model()
     weights = model.weights(torch.float64)
-    params = hp.shard(weights, mesh, layout.specs(weights))
+    params = hp.shard(to_framework(weights), mesh, layout.specs(weights))
     num_shards = mesh.axis_size("shard")
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -492,7 +495,7 @@ def local_parts(rank: int, layout: Layout) -> tuple[list[torch.Tensor], list[tor
 
     run = hp.sharded(lambda p, x: hp.value_and_grad(loss)(p, x)[1], mesh, debug=True)
     for _ in range(2):
-        grads = run(params, model.batch(rank, 0, torch.float64))
+        grads = run(params, to_framework(model.batch(rank, 0, torch.float64)))
     leaves, treedef = optree.tree_flatten(weights)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     tree: Any = optree.tree_unflatten(treedef, leaves)
@@ -500,7 +503,7 @@ def local_parts(rank: int, layout: Layout) -> tuple[list[torch.Tensor], list[tor
     # A part that every rank holds is penalised by each of them: `num_shards` times as much as a part that is cut.
     square = [p.square().sum() * (num_shards if p.dim() == 0 else 1) for p in optree.tree_leaves(tree["layers"])]
     total = torch.stack(losses).mean() + tree["head"]["w"].sum() ** 2 + torch.stack(square).sum()
-    return optree.tree_leaves(hp.unshard(grads)), list(torch.autograd.grad(total, leaves))
+    return optree.tree_leaves(to_torch(hp.unshard(grads))), list(torch.autograd.grad(total, leaves))
 
 
 def test_local_parts_and_gathered_arrays_are_differentiated_too(pool: Callable[[int], Pool]) -> None:
@@ -546,7 +549,7 @@ def test_a_step_that_is_over_keeps_nothing(pool: Callable[[int], Pool], planned:
 def objects_of_steps() -> Counter[str]:
     gc.collect()
     names = Counter(type(x).__name__ for x in gc.get_objects())
-    return Counter({name: names[name] for name in ("Session", "Run", "Use", "Planned", "TorchTape")})
+    return Counter({name: names[name] for name in ("Session", "Run", "Use", "Planned", "TorchTape", "MindSporeTape")})
 
 
 def objects_of_past_steps(rank: int) -> dict[str, int]:
@@ -567,14 +570,8 @@ def test_the_objects_of_a_step_die_with_it(pool: Callable[[int], Pool]) -> None:
         assert max(found.values()) <= 0, found
 
 
-class _FailingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise ValueError("in backward")
+def fail_backward(gradient: torch.Tensor) -> torch.Tensor:
+    raise ValueError("in backward")
 
 
 def failed_steps(rank: int, planned: bool, place: str) -> dict[str, int]:
@@ -586,7 +583,7 @@ def failed_steps(rank: int, planned: bool, place: str) -> dict[str, int]:
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         x = layer_unit(p[0], x)
         if fails[0] and place == "backward":
-            x = _FailingBackward.apply(x)
+            x = ops.with_backward(x, fail_backward)
         x = chain_to(p[1:], x)
         if fails[0] and place == "forward":
             raise ValueError("in forward")

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc import optim
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model
 from tests.ranks import Pool, mesh_of, outcome
 from tests.test_parity import assert_close
@@ -108,7 +110,7 @@ INNER = {
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return to_torch([x for x in optree.tree_leaves(tree) if ops.is_tensor(x)])
 
 
 @pytest.mark.parametrize("donate", [(), (0, 1)])
@@ -156,13 +158,13 @@ def run(
     """Trains; at the steps in `bad` the loss of one rank alone overflows. Returns what happened at each step."""
     mesh, dtype = mesh_of(layout.shape, layout.names), torch.float64 if numerics.param_dtype is None else torch.float32
     weights = MODEL.weights(dtype)
-    params = hp.shard(weights, mesh, layout.specs(weights))
+    params = hp.shard(to_framework(weights), mesh, layout.specs(weights))
     scaling = optim.DynamicLossScale(period=3)
     optimizer = optim.chain(hp.clip_by_global_norm(1.0), optim.apply_if_finite(optim.sgd(0.1, 0.9)))
 
     def step_fn(params: Any, state: Any, scale_state: Any, batch: Any, factor: float) -> Any:
         def loss_fn(params: Any, batch: torch.Tensor) -> torch.Tensor:
-            return scaling.scale(MODEL.loss(params, batch, hp.unit).to(dtype) * factor, scale_state)
+            return scaling.scale(ops.cast(MODEL.loss(params, batch, hp.unit), dtype) * factor, scale_state)
 
         loss, grads = hp.value_and_grad(loss_fn, numerics=numerics)(params, batch)
         updates, state = optimizer.update(scaling.unscale(grads, scale_state), state, params)
@@ -172,19 +174,19 @@ def run(
     donated = (0, 1) if donate else ()
     step = step_fn if policy is None else hp.sharded(step_fn, mesh, policy=policy, donate_argnums=donated, debug=True)
     state, scale_state = optimizer.init(params), scaling.init(scale)
-    if policy is not None:
+    if policy is not None and not ops.is_mindspore():
         step.lower(params, state, scale_state, MODEL.batch(rank, 0, dtype), 1.0)  # type: ignore[union-attr]
     scales, finite, planned, same = [], [], [], []
     for number in range(NUM_STEPS):
         scales.append(scale_state.loss_scale)
         factor = math.inf if number in bad and rank == 1 else 1.0
         before = [x.clone() for x in tensors((params, state[1].inner))]
-        batch = MODEL.batch(rank, number, dtype)
+        batch = to_framework(MODEL.batch(rank, number, dtype))
         params, state, scale_state, _ = step(params, state, scale_state, batch, factor)
         finite.append(state[1].is_finite)
         same.append(all(map(torch.equal, before, tensors((params, state[1].inner)))))
         planned.append(policy is None or step.followed_plan)  # type: ignore[union-attr]
-    whole = optree.tree_leaves(hp.unshard(params, mesh.axis_names))
+    whole = optree.tree_leaves(to_torch(hp.unshard(params, mesh.axis_names)))
     return {"scales": scales, "finite": finite, "same": same, "planned": planned, "weights": whole}
 
 

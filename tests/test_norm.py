@@ -12,6 +12,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc import optim
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.ranks import Pool, mesh_of
 from tests.test_optim import random_tree, same_bits
 
@@ -50,7 +52,7 @@ def norms(rank: int, case: str, seed: int, poison: tuple[str, float] | None) -> 
     mesh, tree = mesh_of(shape, names, data_axes), random_tree(seed, shapes=SHAPES)
     if poison is not None:
         tree[poison[0]].view(-1)[-1] = poison[1]  # an element of one shard
-    grads = hp.shard(tree, mesh, specs)
+    grads = hp.shard(to_framework(tree), mesh, specs)
 
     def step(grads: Any) -> Any:
         clipped, _ = hp.clip_by_global_norm(0.5).update(grads, ())
@@ -61,9 +63,10 @@ def norms(rank: int, case: str, seed: int, poison: tuple[str, float] | None) -> 
     for _ in range(2):
         planned = run(grads)
     assert run.followed_plan
-    assert torch.equal(torch.nan_to_num(planned[0]), torch.nan_to_num(norm))
-    assert (finite.dtype, finite.shape, bool(planned[1])) == (torch.bool, (), bool(finite))
-    return float(norm), bool(finite), optree.tree_leaves(hp.unshard(clipped, mesh.axis_names))
+    norm, finite, *again = to_torch((norm, finite, *planned[:2]))
+    assert torch.equal(torch.nan_to_num(again[0]), torch.nan_to_num(norm))
+    assert (finite.dtype, finite.shape, bool(again[1])) == (torch.bool, (), bool(finite))
+    return float(norm), bool(finite), optree.tree_leaves(to_torch(hp.unshard(clipped, mesh.axis_names)))
 
 
 def size_of(case: str) -> int:
@@ -99,7 +102,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all(
 
 def messages(rank: int) -> Any:
     mesh = mesh_of((2, 2), ("replicate", "shard"))
-    tree = hp.shard([torch.ones(4) for _ in range(20)], mesh, [P("shard")] * 10 + [P()] * 10)
+    tree = hp.shard([ops.ones(4) for _ in range(20)], mesh, [P("shard")] * 10 + [P()] * 10)
     found = []
     for fn in (optim.global_norm, optim.all_finite):
         step = hp.sharded(fn, mesh)
@@ -120,10 +123,10 @@ def test_one_number_is_sent_for_each_set_of_axes(pool: Callable[[int], Pool]) ->
 
 def own_tensors(rank: int) -> tuple[bool, bool, bool]:
     mesh = mesh_of((2, 2), ("replicate", "shard"))
-    own = torch.tensor([1.0, math.inf if rank == 2 else 1.0])
+    own = to_framework(torch.tensor([1.0, math.inf if rank == 2 else 1.0]))
     with hp.use_mesh(mesh):
         inside = optim.all_finite(own)
-    beside = optim.all_finite({"array": hp.shard(torch.ones(4), mesh, P("shard")), "own": own})
+    beside = optim.all_finite({"array": hp.shard(ops.ones(4), mesh, P("shard")), "own": own})
     return bool(inside), bool(beside), bool(optim.all_finite(own))
 
 

@@ -302,7 +302,7 @@ ERRORS = {
     "integers": (
         lambda: optim.adamw(0.1).init({"a": torch.arange(2), "b": torch.ones(2)}),
         "LeafError: hpfunc.optim.adamw: params has leaves that are no floating arrays\n"
-        "  params['a']: shape (2,), torch.int64\n\n"
+        "  params['a']: shape (2,), int64\n\n"
         "Hint: keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)",
     ),
     "no optimizer": (

@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
+from tests import frameworks as ops
 from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P, layouts, models, policies, reference, sgd
 from tests.ranks import Pool, mesh_of
@@ -143,10 +144,10 @@ def tensor_parallel(rank: int, policy: hp.Policy | None) -> tuple[list[torch.Ten
         for _ in range(3)
     ]
     specs = {"up": hp.P(("tp", "shard")), "down": hp.P("shard", "tp")}
-    params = hp.shard(weights, mesh, [specs] * 3)
+    params = hp.shard(to_framework(weights), mesh, [specs] * 3)
 
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + hp.psum(torch.tanh(hp.pvary(x, "tp") @ p["up"].T) @ p["down"].T, "tp")
+        return x + hp.psum(ops.linear(ops.tanh(ops.linear(hp.pvary(x, "tp"), p["up"])), p["down"]), "tp")
 
     unit = hp.unit(block)
 
@@ -164,12 +165,12 @@ def tensor_parallel(rank: int, policy: hp.Policy | None) -> tuple[list[torch.Ten
     run = hp.value_and_grad(loss) if policy is None else hp.sharded(hp.value_and_grad(loss), mesh, policy=policy)
     for _ in range(2):
         with hp.use_mesh(mesh):
-            _, grads = run(params, batches[mesh.axis_index("shard")])
+            _, grads = run(params, to_framework(batches[mesh.axis_index("shard")]))
     leaves, treedef = optree.tree_flatten(weights)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     tree = optree.tree_unflatten(treedef, leaves)
     total = torch.stack([dense(tree, batch) for batch in batches]).mean()
-    return optree.tree_leaves(hp.unshard(grads, mesh.axis_names)), list(torch.autograd.grad(total, leaves))
+    return optree.tree_leaves(to_torch(hp.unshard(grads, mesh.axis_names))), list(torch.autograd.grad(total, leaves))
 
 
 @pytest.mark.parametrize("policy", [None, hp.Policy(), hp.Policy(prefetch=2, pack_below_bytes=float("inf"))])

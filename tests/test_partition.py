@@ -9,7 +9,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,8 @@ import hpfunc as hp
 from hpfunc._array import is_sharded
 from hpfunc._schedule import Launch
 from hpfunc._tree import dotted_paths
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.ranks import Pool, mesh_of
 from tests.test_parity import assert_same_bits
 from tests.zoo import assert_same, trees
@@ -121,12 +122,12 @@ def model() -> Any:
 
 
 def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-    y = F.linear(x, p["w"]) + F.linear(F.linear(x, p["lora_a"]), p["lora_b"])
-    return x + torch.tanh(y[:, p["order"]] * p["mask"])
+    y = ops.linear(x, p["w"]) + ops.linear(ops.linear(x, p["lora_a"]), p["lora_b"])
+    return x + ops.tanh(y[:, p["order"]] * p["mask"])
 
 
 def head(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, p["w"])
+    return ops.linear(x, p["w"])
 
 
 def loss_of(params: Any, x: torch.Tensor, unit: Callable[..., Any] = lambda fn: fn) -> torch.Tensor:
@@ -142,7 +143,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 class Matmuls(TorchDispatchMode):
-    """Counts matrix products."""
+    """Counts matrix products, of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,10 +160,10 @@ TRAINED = ["layers.*.lora_*", "head.w"]
 
 def lora(rank: int, layout: tuple[Any, ...], policy: hp.Policy | None) -> dict[str, Any]:
     mesh = mesh_of(*layout)
-    params = hp.shard(model(), mesh, P("shard"))
+    params = hp.shard(to_framework(model()), mesh, P("shard"))
     optimizer = hp.optim.sgd(0.1, momentum=0.9)
     trained, frozen = hp.partition(params, TRAINED)
-    before = [(x.local.data_ptr(), x.local.clone()) for x in leaves(frozen)]
+    before = [(x.data_ptr(), x.clone()) for x in optree.tree_leaves(to_torch(frozen))]
 
     def step(trained: Any, state: Any, frozen: Any, x: torch.Tensor) -> Any:
         def loss(trained: Any, x: torch.Tensor) -> torch.Tensor:
@@ -176,15 +177,15 @@ def lora(rank: int, layout: tuple[Any, ...], policy: hp.Policy | None) -> dict[s
     state = optimizer.init(trained)
     for number in range(STEPS):
         with Matmuls() as matmuls:
-            trained, state, grads = run(trained, state, frozen, batch(rank, number))
-    after = [(x.local.data_ptr(), x.local) for x in leaves(frozen)]
+            trained, state, grads = run(trained, state, frozen, to_framework(batch(rank, number)))
+    after = [(x.data_ptr(), x) for x in optree.tree_leaves(to_torch(frozen))]
     schedule = None if policy is None else run.last_schedule  # type: ignore[union-attr]
     return {
         "paths": [paths(trained), paths(grads), paths(state.momentum)],
         "frozen": all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(before, after, strict=True)),
         "matmuls": matmuls.count,
         "reduced": None if schedule is None else reduced(schedule),
-        "weights": optree.tree_leaves(hp.unshard(hp.combine(trained, frozen), mesh.axis_names)),
+        "weights": optree.tree_leaves(to_torch(hp.unshard(hp.combine(trained, frozen), mesh.axis_names))),
     }
 
 
@@ -235,11 +236,12 @@ def test_adapters_train_beside_frozen_weights(pool: Callable[[int], Pool], layou
     want, num_matmuls = in_one_process(4, TRAINED)
     eager = None
     for policy in POLICIES:
-        results = pool(4).run(lora, layout, policy)
+        ranks = pool(4)
+        results = ranks.run(lora, layout, policy)
         for found in results:
             assert found["frozen"]
             assert found["paths"] == [paths(hp.partition(model(), TRAINED)[0])] * 3
-            assert found["matmuls"] == num_matmuls
+            assert found["matmuls"] == (num_matmuls if ranks.framework == "torch" else 0)
             if policy is not None:
                 trained, buffered, excess = found["reduced"]
                 assert trained == buffered == NAMES

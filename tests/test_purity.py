@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc._array import is_sharded
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P, layouts, models, policies
 from tests.ranks import Pool, mesh_of
 from tests.zoo import bits
@@ -41,11 +43,11 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree, without those of donated arrays that are gone."""
     leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
     held = [leaf._owner.local if is_sharded(leaf) else leaf for leaf in leaves]
-    return [x for x in held if isinstance(x, torch.Tensor)]
+    return [x for x in held if ops.is_tensor(x)]
 
 
 def snapshot(tree: Any) -> list[torch.Tensor]:
-    return [bits(x).clone() for x in tensors(tree)]
+    return [bits(x).clone() for x in to_torch(tensors(tree))]
 
 
 def changed(before: list[torch.Tensor], tree: Any) -> list[int]:
@@ -61,7 +63,7 @@ class Training:
         self.mesh, self.model, self.rank = mesh_of(layout.shape, layout.names), model, rank
         weights = model.weights()
         self.optimizer = hp.optim.chain(hp.clip_by_global_norm(1.0), hp.optim.adamw(0.01))
-        self.params = hp.shard(weights, self.mesh, layout.specs(weights))
+        self.params = hp.shard(to_framework(weights), self.mesh, layout.specs(weights))
         self.state = self.optimizer.init(self.params)
         self.fault: tuple[str, int] | None = None
         self.num_calls = 0
@@ -69,7 +71,7 @@ class Training:
         self.step = step if policy is None else hp.sharded(step, self.mesh, policy=policy, donate_argnums=donate)
 
     def batch(self, number: int = 0) -> torch.Tensor:
-        return self.model.batch(self.rank, number)
+        return to_framework(self.model.batch(self.rank, number))
 
     def _step(self, params: Any, state: Any, batch: torch.Tensor) -> Any:
         self.num_calls = 0
@@ -93,14 +95,12 @@ class Training:
             if place == "forward" and is_here:
                 raise Fault(place)
             y = fn(p, x)
-            if place == "backward" and is_here:
-                y.register_hook(raise_fault)
-            return y
+            return ops.with_backward(y, raise_fault) if place == "backward" and is_here else y
 
         return hp.unit(faulty)
 
 
-def raise_fault(gradient: torch.Tensor) -> None:
+def raise_fault(gradient: torch.Tensor) -> torch.Tensor:
     raise Fault("backward")
 
 
@@ -158,7 +158,7 @@ def donated_and_failed(rank: int, policy: hp.Policy, place: str) -> tuple[bool, 
     training = Training(rank, Model(), layout, policy, (0, 1))
     params, state, _, _ = training.step(training.params, training.state, training.batch())
     batch = training.batch(1)
-    before, kept = snapshot((params, state, batch)), bits(batch).clone()
+    before, kept = snapshot((params, state, batch)), snapshot(batch)
     training.fault = place, 0
     try:
         training.step(params, state, batch)
@@ -167,7 +167,7 @@ def donated_and_failed(rank: int, policy: hp.Policy, place: str) -> tuple[bool, 
         raised = True
     gone = [leaf._owner.consumed_by is not None for leaf in optree.tree_leaves(params, is_leaf=is_sharded)]
     unchanged = changed(before, (params, state, batch)) if place in ("forward", "backward", "update") else []
-    return raised and torch.equal(kept, bits(batch)), unchanged, gone
+    return raised and changed(kept, batch) == [], unchanged, gone
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "update", "apply", "end"])
@@ -184,8 +184,9 @@ def live() -> tuple[int, int]:
     time.sleep(0.01)  # a thread of gloo holds the tensors of a finished work for up to 2 ms
     gc.collect()
     # Of plain tensors: what `lower` has left of abstract ones in other tests has no memory.
-    found = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor]
-    sizes = {storage._cdata: storage.nbytes() for storage in found}
+    kinds = torch.Tensor, ops.tensor_type()
+    found = [to_torch(x).untyped_storage() for x in gc.get_objects() if type(x) in kinds]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
     return len(sizes), sum(sizes.values())
 
 
@@ -247,7 +248,7 @@ DECAY = 0.75
 
 
 def average(mean: Any, weights: Any) -> Any:
-    return optree.tree_map(lambda m, w: DECAY * m + (1 - DECAY) * w, mean, weights)
+    return optree.tree_map(lambda m, w: ops.scaled(m, DECAY) + ops.scaled(w, 1 - DECAY), mean, weights)
 
 
 def ema(rank: int, policy: hp.Policy | None, donate: bool, late: bool) -> Any:
@@ -255,7 +256,7 @@ def ema(rank: int, policy: hp.Policy | None, donate: bool, late: bool) -> Any:
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     model = Model()
     weights = model.weights(torch.float64)
-    params = hp.shard(weights, mesh, Layout((2, 2), (), P("shard"), P()).specs(weights))
+    params = hp.shard(to_framework(weights), mesh, Layout((2, 2), (), P("shard"), P()).specs(weights))
     optimizer = hp.optim.adamw(0.01)
 
     def step_fn(params: Any, state: Any, mean: Any, batch: torch.Tensor) -> Any:
@@ -269,12 +270,14 @@ def ema(rank: int, policy: hp.Policy | None, donate: bool, late: bool) -> Any:
 
     numbers = (0, 1, 2) if donate else ()
     step = step_fn if policy is None else hp.sharded(step_fn, mesh, policy=policy, donate_argnums=numbers)
-    state, mean = optimizer.init(params), optree.tree_map(torch.clone, params)
+    state, mean = optimizer.init(params), optree.tree_map(lambda x: x + 0, params)
     truth = hp.unshard(mean)
     for number in range(4):
         truth = average(truth, hp.unshard(params))
-        params, state, mean = step(params, state, mean, model.batch(rank, number, torch.float64))
-    return [(bits(a), bits(b)) for a, b in zip(*map(optree.tree_leaves, (hp.unshard(mean), truth)), strict=True)]
+        params, state, mean = step(params, state, mean, to_framework(model.batch(rank, number, torch.float64)))
+    return [
+        (bits(a), bits(b)) for a, b in zip(*map(optree.tree_leaves, to_torch((hp.unshard(mean), truth))), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("donate", [False, True])

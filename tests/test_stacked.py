@@ -8,9 +8,10 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 
 import hpfunc as hp
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.ranks import Pool, mesh_of, outcome
 from tests.test_execute import is_sharded, local_leaves
 from tests.test_parity import assert_close, assert_same_bits
@@ -21,11 +22,12 @@ D, L = 6, 4
 def weights() -> Any:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 3  # noqa: E731
-    return {"layers": {"w": draw(L, D, D), "b": draw(L, D), "pair": draw(L, 2, D)}, "head": draw(D)}
+    tree = {"layers": {"w": draw(L, D, D), "b": draw(L, D), "pair": draw(L, 2, D)}, "head": draw(D)}
+    return to_framework(tree)
 
 
 def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(F.linear(x, p["w"], p["b"]) + p["first"] * p["second"])
+    return ops.tanh(ops.linear(x, p["w"], p["b"]) + p["first"] * p["second"])
 
 
 def loss(params: Any, x: torch.Tensor, unit: Callable[..., Any] = hp.unit) -> torch.Tensor:
@@ -48,11 +50,11 @@ def train(rank: int, policy: hp.Policy | None, num_microbatches: int) -> Any:
     grad_fn = hp.accumulate(hp.value_and_grad(loss), num_microbatches)
     step: Any = grad_fn if policy is None else hp.sharded(grad_fn, mesh, policy=policy, debug=True)
     for _ in range(2):
-        _, grads = step(params, torch.cat([data(rank)] * num_microbatches))
+        _, grads = step(params, to_framework(torch.cat([data(rank)] * num_microbatches)))
     assert policy is None or step.followed_plan
     assert optree.tree_structure(grads) == optree.tree_structure(params)
     names = [weight.name for weight in step.last_schedule.program.weights] if policy is not None else []
-    return local_leaves(grads), optree.tree_leaves(hp.unshard(grads)), names
+    return local_leaves(grads), optree.tree_leaves(to_torch(hp.unshard(grads))), names
 
 
 @pytest.mark.processes

@@ -8,9 +8,10 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 
 import hpfunc as hp
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.ranks import Pool, mesh_of
 from tests.test_execute import local_leaves
 from tests.test_parity import assert_close, assert_same_bits
@@ -22,12 +23,13 @@ D = 5
 def weights() -> Any:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 2  # noqa: E731
-    return {"shared": draw(D, D), "often": {"w": draw(D, D), "b": draw(D)}, "unused": draw(D), "scale": draw()}
+    tree = {"shared": draw(D, D), "often": {"w": draw(D, D), "b": draw(D)}, "unused": draw(D), "scale": draw()}
+    return to_framework(tree)
 
 
 def loss(params: Any, x: torch.Tensor, unit: Callable[..., Any] = hp.unit) -> torch.Tensor:
-    embed = unit(lambda p, x: F.linear(x, p["shared"]) * p["scale"])
-    often = unit(lambda p, x: torch.tanh(F.linear(x, p["w"], p["b"])))
+    embed = unit(lambda p, x: ops.linear(x, p["shared"]) * p["scale"])
+    often = unit(lambda p, x: ops.tanh(ops.linear(x, p["w"], p["b"])))
     plain = unit(lambda p, x: x + x.square().mean(), name="without_weights")
     head = unit(lambda p, x: x @ p["shared"])
     skipped = unit(lambda w, x: x * w)
@@ -39,7 +41,8 @@ def loss(params: Any, x: torch.Tensor, unit: Callable[..., Any] = hp.unit) -> to
 
 
 def data(rank: int) -> torch.Tensor:
-    return torch.randn(4, D, generator=torch.Generator().manual_seed(7 + rank), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7 + rank)
+    return to_framework(torch.randn(4, D, generator=generator, dtype=torch.float64))
 
 
 def train(rank: int, policy: hp.Policy | None) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
@@ -49,7 +52,7 @@ def train(rank: int, policy: hp.Policy | None) -> tuple[list[torch.Tensor], list
     for _ in range(2):
         grads = step(params, data(rank))
     launched = [] if policy is None else [op.name for op in step.last_schedule.ops if "reduce_scatter" in op.name]
-    return local_leaves(grads), optree.tree_leaves(hp.unshard(grads)), launched
+    return local_leaves(grads), optree.tree_leaves(to_torch(hp.unshard(grads))), launched
 
 
 def test_each_weight_has_one_gradient_whatever_uses_it(pool: Callable[[int], Pool]) -> None:
@@ -65,3 +68,37 @@ def test_each_weight_has_one_gradient_whatever_uses_it(pool: Callable[[int], Poo
         assert_close(whole, want, 1e-12)
         assert_same_bits(bits, eager_bits)
         assert len(launched) == 3  # the two units with a shared weight, the one that is called often, the unused one
+
+
+# --- who else differentiates ----------------------------------------------------------------------------------------
+def by_graph(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(fn(x), x)[0]
+
+    return gradient
+
+
+DERIVATIVES = {"transform": ops.gradient, "graph": by_graph}
+
+
+def input_gradients(rank: int, how: str, planned: bool) -> torch.Tensor:
+    """The gradient of what the units get beside their weights, which nobody else differentiates."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard(weights(), mesh, hp.P("shard"))
+    step: Any = lambda p, x: DERIVATIVES[how](lambda x: loss(p, x))(x)  # noqa: E731
+    if planned:
+        step = hp.sharded(step, mesh, debug=True)
+    for _ in range(2):
+        found = step(params, data(rank))
+    return to_torch(found)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("how", list(DERIVATIVES))
+def test_arguments_of_units_may_be_differentiated_by_the_framework(
+    pool: Callable[[int], Pool], how: str, planned: bool
+) -> None:
+    for rank, found in enumerate(pool(4).run(input_gradients, how, planned)):
+        want = by_graph(lambda x: loss(weights(), x, lambda fn, name="": fn))(data(rank))
+        assert_close([found], [want], 1e-12)

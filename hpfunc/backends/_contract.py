@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from .._errors import UsageError, message
+
+
+def is_called_by(qualname: str) -> bool:
+    """Returns whether a function whose qualified name begins so is on the stack."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith(qualname):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from .._errors import LeafError, UsageError, message
 from ._base import UnitUse
+from ._contract import is_called_by
 from ._mindspore_units import (
     UNIT,
     Bridge,
@@ -174,7 +175,9 @@ class MindSporeTape:
 
     @staticmethod
     def refuse_reentrant() -> None:
-        """A reentrant `mindspore.recompute` is refused when it calls the unit again."""
+        # Its forward runs without gradients, and its backward never comes to a unit's node: only the stack tells.
+        if is_called_by("_RecomputeCell."):
+            raise _no_recomputation("a unit is called by mindspore.recompute")
 
     def guard(self, work: Callable[[], None]) -> None:
         """Does a node's work. MindSpore may wrap what it raises: `differentiate` raises the error itself."""
@@ -188,7 +191,7 @@ class MindSporeTape:
         """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
         if executor.is_saved_tensor_hook_active():
             rule = "a unit is called where mindspore.recompute, or another pair of saved-tensor hooks, is at work"
-            raise UsageError(message(UNIT, rule, hint="recompute by units: hpfunc.unit(fn, remat=True)"))
+            raise _no_recomputation(rule)
         wholes = use.before_forward()
         inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if is_tensor(leaf)]
         use.needs_backward = any(use.trainable) or any(x._requires_grad for x in inputs)
@@ -215,8 +218,7 @@ class MindSporeTape:
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Is not done on MindSpore: its recomputation begins in the middle of a unit's backward."""
-        rule = "a unit is called again during backward, by mindspore.recompute"
-        raise UsageError(message(UNIT, rule, hint="recompute by units: hpfunc.unit(fn, remat=True)"))
+        raise _no_recomputation("a unit is called again during backward, by mindspore.recompute")
 
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
         """See `Tape`."""
@@ -239,7 +241,11 @@ class MindSporeTape:
         return [self.gradients.get(place) for place in range(len(self.leaves))]
 
 
+def _no_recomputation(rule: str) -> UsageError:
+    return UsageError(message(UNIT, rule, hint="recompute by units: hpfunc.unit(fn, remat=True)"))
+
+
 def _check_loss(loss: Any) -> None:
     if not is_tensor(loss) or loss.size != 1 or "float" not in str(loss.dtype).lower():
-        found = f"shape {tuple(loss.shape)}, {loss.dtype}" if is_tensor(loss) else type(loss).__name__
+        found = f"shape {tuple(loss.shape)}, {str(loss.dtype).lower()}" if is_tensor(loss) else type(loss).__name__
         raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))

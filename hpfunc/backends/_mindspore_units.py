@@ -169,6 +169,41 @@ class _Watch:
                 warnings.warn(message(UNIT, rule, [self._call.use.names[i]], hint=hint), HpfuncWarning, stacklevel=3)
 
 
+class _Repeats:
+    """Compares the outputs of the first call of a unit with those of its recomputation.
+
+    MindSpore's random operators on a CPU (2.10) take no part in the random state that a recomputation restores. It has
+    another dropout mask, so the gradient would silently be that of another function.
+    """
+
+    seen: ClassVar[set[object]] = set()
+
+    def __init__(self, call: Call) -> None:
+        self._names = call.use.names
+        key = call.tape.num_uses, tuple(self._names)
+        self._is_new = key not in self.seen
+        self._outputs: list[int] | None = None
+        self.seen.add(key)
+
+    def note(self, outputs: Any) -> None:
+        """Remembers the outputs of the first call."""
+        if self._is_new:
+            self._outputs = _hashes(outputs)
+
+    def compare(self, outputs: Any) -> None:
+        """Raises UsageError if these are others."""
+        if self._outputs is not None and self._outputs != _hashes(outputs):
+            rule = "a unit with remat=True computes something else when it is computed again"
+            hint = (
+                "MindSpore's random operators on the CPU cannot be repeated: keep dropout out of units with remat=True"
+            )
+            raise UsageError(message(UNIT, rule, self._names, hint=hint))
+
+
+def _hashes(outputs: Any) -> list[int]:
+    return [hash(leaf.asnumpy().tobytes()) for leaf in optree.tree_leaves(outputs) if is_tensor(leaf)]
+
+
 def _same_values(whole: Tensor, tensor: Tensor) -> bool:
     first, second = (np.sort(x.asnumpy().reshape(-1).view(f"u{x.itemsize}")) for x in (whole, tensor))
     return first[0] != first[-1] and np.array_equal(first, second)  # all alike, as in a bias of zeros, says nothing
@@ -177,9 +212,10 @@ def _same_values(whole: Tensor, tensor: Tensor) -> bool:
 def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """The same, and nothing but the arguments is kept: the rest is computed again in backward.
 
-    MindSpore's own recomputation does it, which restores the random state and stops once it has what it needs.
+    MindSpore's own recomputation does it, which restores the random state. It goes to the end of the function, as 2.10
+    fails where it stops in a primitive, such as `ops.dropout` ("Stack input_args_info_stack_ is empty").
     """
-    first = [weights]
+    first, repeats = [weights], _Repeats(call)
     leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
     places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
     tensors = [leaves[i] for i in places]
@@ -190,7 +226,19 @@ def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], ar
         for i, tensor in zip(places, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = optree.tree_unflatten(treedef, filled)
-        return fn(first.pop() if first else call.wholes_again(), *args, **kwargs)
+        if not first:
+            return repeat(args, kwargs)
+        outputs = fn(first.pop(), *args, **kwargs)
+        repeats.note(outputs)
+        return outputs
+
+    def repeat(args: Any, kwargs: Any) -> Any:
+        wholes = call.wholes_again()
+        with refusing_writes(wholes, call.use.names):
+            outputs = fn(wholes, *args, **kwargs)
+        refuse_escapes(wholes, outputs, call.use.names)
+        repeats.compare(outputs)
+        return outputs
 
     with refusing_writes(call.wholes, call.use.names):
         return mindspore.recompute(block, *tensors, use_reentrant=False, early_stop=False)

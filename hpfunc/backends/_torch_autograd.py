@@ -29,7 +29,6 @@ holds when the unit has returned is emptied, and gets the whole weight of the mo
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -44,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import LeafError, UsageError, message
 from ._base import UnitUse
-from ._contract import refusing_writes
+from ._contract import is_called_by, refusing_writes
 
 Tensor = torch.Tensor
 
@@ -154,21 +153,14 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Returns whether torch.func is active, or one of the tensors takes part in a differentiation."""
     if peek_interpreter_stack() is not None:
         return True
-    return any(tensor.requires_grad or forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    records = torch.is_grad_enabled()
+    return any(
+        (records and tensor.requires_grad) or forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _is_under_reentrant_checkpoint() -> bool:
-    # Its forward runs without gradients, its node is on no path to our roots: only the stack tells.
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_qualname.startswith("CheckpointFunction."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
@@ -257,7 +249,7 @@ class TorchTape:
 
     @staticmethod
     def refuse_reentrant() -> None:
-        if _is_under_reentrant_checkpoint():
+        if is_called_by("CheckpointFunction."):
             hint = "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
 
@@ -303,7 +295,9 @@ class TorchTape:
         """See `Tape`; None is the gradient of a leaf that has no path to the loss."""
         loss = forward()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            found = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                found = f"shape {tuple(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
             raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
         roots = [loss] if loss.requires_grad else []
         seeds = [torch.ones_like(loss)] if loss.requires_grad else []

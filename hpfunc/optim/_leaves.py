@@ -53,8 +53,9 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
     backend = backends.of(function, values)
     fits = [backend.is_tensor(x) and backend.is_floating(backend.dtype_name(x)) for x in values]
     if not all(fits):
-        rows = zip(leaves.paths(), leaves.leaves, values, fits, strict=True)
-        bad = [f"{path}: {describe(x)}, {getattr(v, 'dtype', type(v).__name__)}" for path, x, v, fit in rows if not fit]
+        kinds = [backend.dtype_name(x) if backend.is_tensor(x) else type(x).__name__ for x in values]
+        rows = zip(leaves.paths(), leaves.leaves, kinds, fits, strict=True)
+        bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind, fit in rows if not fit]
         hint = "keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)"
         raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
     return leaves, foreach(backend.name)

@@ -11,6 +11,8 @@ import optree
 import torch
 
 import hpfunc as hp
+from tests import frameworks as ops
+from tests.frameworks import to_framework, to_torch
 from tests.ranks import mesh_of, outcome, pool
 from tests.zoo import bits
 
@@ -25,7 +27,7 @@ def mesh(n: int = 2) -> hp.Mesh:
 def params() -> Any:
     """Two layers of a (4, 4) weight and a bias, the same on all ranks of a mesh of two."""
     tree = {"layers": [{"w": torch.eye(4) * (k + 1), "b": torch.zeros(4)} for k in range(2)]}
-    return hp.shard(tree, mesh(), hp.P("shard"))
+    return hp.shard(to_framework(tree), mesh(), hp.P("shard"))
 
 
 def judge(rank: int, case: Case, n: int) -> str:
@@ -41,34 +43,35 @@ def judge(rank: int, case: Case, n: int) -> str:
 
 def snapshot(tree: Any) -> list[torch.Tensor]:
     leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, hp.ShardedArray))
-    tensors = [leaf._owner.local if isinstance(leaf, hp.ShardedArray) else leaf for leaf in leaves]
-    return [bits(x).clone() for x in tensors if isinstance(x, torch.Tensor)]
+    held = [leaf._owner.local if isinstance(leaf, hp.ShardedArray) else leaf for leaf in leaves]
+    return [bits(to_torch(x)).clone() for x in held if ops.is_tensor(x)]
 
 
 def assert_usable(rank: int, n: int) -> None:
     """Fails unless a step over the same ranks gives the right numbers."""
-    w = hp.shard(torch.arange(6.0), mesh(n), hp.P("shard"))
+    w = hp.shard(ops.arange(6.0), mesh(n), hp.P("shard"))
     square = hp.unit(lambda w, x: (x * w**2).sum())
     for _ in range(2):
         _, gradient = hp.value_and_grad(square)(w, float(rank + 1))
         mean = sum(range(1, n + 1)) / n
-        assert torch.equal(hp.unshard(gradient), 2 * mean * torch.arange(6.0))
+        assert torch.equal(to_torch(hp.unshard(gradient)), 2 * mean * torch.arange(6.0))
 
 
-def texts_of(case: Case, n: int = 2, deadline_s: float = 60.0) -> list[str]:
-    return pool(n).run(judge, case, n, deadline_s=deadline_s)
+def texts_of(case: Case, n: int = 2, deadline_s: float = 60.0, framework: str = "torch") -> list[str]:
+    return pool(n, framework).run(judge, case, n, deadline_s=deadline_s)
 
 
-def check_texts(texts: list[str], name: str) -> None:
+def check_texts(texts: list[str], name: str, folder: str = "") -> None:
     """Fails unless every rank was refused, in the words of ``tests/golden/errors/name.txt``.
 
     The file has one text if all ranks got the same, else one for each rank. HPFUNC_UPDATE_GOLDEN=1 writes it anew.
+    Texts of another framework that differ from those of torch are in a folder of their own.
     """
     assert "returned" not in texts, texts
     whole = f"{texts[0]}\n"
     if len(set(texts)) > 1:
         whole = "".join(f"--- rank {rank}\n{text}\n" for rank, text in enumerate(texts))
-    path = GOLDEN / f"{name}.txt"
+    path = GOLDEN / folder / f"{name}.txt"
     if os.environ.get("HPFUNC_UPDATE_GOLDEN"):
         path.write_text(whole)
     assert whole == path.read_text(), f"{path} differs; HPFUNC_UPDATE_GOLDEN=1 writes it anew"

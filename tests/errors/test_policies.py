@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests import frameworks as ops
 from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.errors.test_steps import linear, total_loss, x
 
@@ -74,7 +75,7 @@ def a_pattern_that_fits_no_unit(rank: int) -> Any:
 
 
 def a_param_dtype_for_an_integer_leaf(rank: int) -> Any:
-    kept = params() | {"table": hp.shard(torch.arange(4), mesh(), hp.P("shard"))}
+    kept = params() | {"table": hp.shard(ops.arange(4), mesh(), hp.P("shard"))}
     return lambda: hp.value_and_grad(loss, numerics=hp.Numerics(param_dtype="bfloat16"))(kept, x()), kept
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests import frameworks as ops
 from tests.errors.judge import check_texts, mesh, params, texts_of
 
 
 def tree() -> Any:
-    return {"layers": [{"w": torch.ones(10, 6), "b": torch.ones(6)} for _ in range(2)], "scale": torch.ones(())}
+    return {"layers": [{"w": ops.ones(10, 6), "b": ops.ones(6)} for _ in range(2)], "scale": ops.ones()}
 
 
 def unknown_axis(rank: int) -> Any:
@@ -22,7 +23,7 @@ def unknown_axis(rank: int) -> Any:
 
 
 def unknown_axis_without_likeness(rank: int) -> Any:
-    return lambda: hp.shard(torch.ones(4), mesh(), hp.P("experts")), None
+    return lambda: hp.shard(ops.ones(4), mesh(), hp.P("experts")), None
 
 
 def repeated_axis(rank: int) -> Any:
@@ -49,7 +50,7 @@ def several_faults(rank: int) -> Any:
 
 
 def unreduced_values(rank: int) -> Any:
-    return lambda: hp.shard(torch.ones(4), mesh(), hp.P(unreduced={"shard"})), None
+    return lambda: hp.shard(ops.ones(4), mesh(), hp.P(unreduced={"shard"})), None
 
 
 def specs_of_another_tree(rank: int) -> Any:
@@ -68,7 +69,7 @@ def a_string_for_a_spec(rank: int) -> Any:
 
 
 def leaves_that_are_no_tensors(rank: int) -> Any:
-    return lambda: hp.shard({"w": torch.ones(4), "eps": 1e-5, "table": np.ones(3)}, mesh(), hp.P("shard")), None
+    return lambda: hp.shard({"w": ops.ones(4), "eps": 1e-5, "table": np.ones(3)}, mesh(), hp.P("shard")), None
 
 
 def only_another_framework(rank: int) -> Any:
@@ -81,7 +82,7 @@ def sharded_twice(rank: int) -> Any:
 
 
 def unsharding_plain_tensors(rank: int) -> Any:
-    return lambda: hp.unshard({"w": torch.ones(4), "b": params()["layers"][0]["b"]}), None
+    return lambda: hp.unshard({"w": ops.ones(4), "b": params()["layers"][0]["b"]}), None
 
 
 def unsharding_over_an_unknown_axis(rank: int) -> Any:
@@ -90,15 +91,15 @@ def unsharding_over_an_unknown_axis(rank: int) -> Any:
 
 
 def unsharding_a_partial_sum(rank: int) -> Any:
-    return lambda: hp.unshard(hp.reduce(torch.ones(4), mesh(), hp.P(unreduced={"shard"}))), None
+    return lambda: hp.unshard(hp.reduce(ops.ones(4), mesh(), hp.P(unreduced={"shard"}))), None
 
 
 def reducing_without_specs(rank: int) -> Any:
-    return lambda: hp.reduce({"w": torch.ones(4)}, mesh()), None
+    return lambda: hp.reduce({"w": ops.ones(4)}, mesh()), None
 
 
 def reducing_without_a_mesh(rank: int) -> Any:
-    return lambda: hp.reduce({"w": torch.ones(4)}, specs=hp.P("shard")), None
+    return lambda: hp.reduce({"w": ops.ones(4)}, specs=hp.P("shard")), None
 
 
 def a_mesh_of_another_size(rank: int) -> Any:
@@ -114,15 +115,15 @@ def an_unknown_data_axis(rank: int) -> Any:
 
 
 def an_unknown_axis_of_a_collective(rank: int) -> Any:
-    return lambda: hp.psum(torch.ones(4), "tp", mesh=mesh()), None
+    return lambda: hp.psum(ops.ones(4), "tp", mesh=mesh()), None
 
 
 def a_dim_that_does_not_divide(rank: int) -> Any:
-    return lambda: hp.psum_scatter(torch.ones(3, 4), "shard", tiled=True, mesh=mesh()), None
+    return lambda: hp.psum_scatter(ops.ones(3, 4), "shard", tiled=True, mesh=mesh()), None
 
 
 def a_permutation_with_a_place_twice(rank: int) -> Any:
-    return lambda: hp.ppermute(torch.ones(4), "shard", [(0, 1), (1, 1)], mesh=mesh()), None
+    return lambda: hp.ppermute(ops.ones(4), "shard", [(0, 1), (1, 1)], mesh=mesh()), None
 
 
 def a_collective_of_a_sharded_array(rank: int) -> Any:
@@ -132,19 +133,19 @@ def a_collective_of_a_sharded_array(rank: int) -> Any:
 # --- faults of one rank ---------------------------------------------------------------------------------------------
 def ranks_disagree_on_shapes(rank: int) -> Any:
     kept = tree()
-    kept["layers"][1]["w"] = torch.ones(10 + rank, 6)
+    kept["layers"][1]["w"] = ops.ones(10 + rank, 6)
     return lambda: hp.shard(kept, mesh(), hp.P("shard")), kept
 
 
 def ranks_disagree_on_dtypes(rank: int) -> Any:
-    kept = {"w": torch.ones(4, dtype=torch.float64 if rank else torch.float32)}
+    kept = {"w": ops.ones(4, dtype=torch.float64 if rank else torch.float32)}
     return lambda: hp.shard(kept, mesh(), hp.P("shard")), kept
 
 
 def ranks_disagree_on_the_tree(rank: int) -> Any:
     kept = tree()
     if rank == 1:
-        kept["layers"].append({"w": torch.ones(10, 6), "b": torch.ones(6)})
+        kept["layers"].append({"w": ops.ones(10, 6), "b": ops.ones(6)})
     return lambda: hp.shard(kept, mesh(), hp.P("shard")), kept
 
 
@@ -154,7 +155,7 @@ def ranks_disagree_on_specs(rank: int) -> Any:
 
 
 def ranks_disagree_in_init(rank: int) -> Any:
-    return lambda: hp.init(lambda: {"w": torch.zeros(4 + rank)}, mesh(), hp.P("shard")), None
+    return lambda: hp.init(lambda: {"w": ops.zeros(4 + rank)}, mesh(), hp.P("shard")), None
 
 
 def one_rank_has_a_bad_spec(rank: int) -> Any:
@@ -167,15 +168,15 @@ def one_rank_has_a_bad_spec_of_init(rank: int) -> Any:
 
 
 def one_rank_has_a_bad_leaf(rank: int) -> Any:
-    return lambda: hp.shard({"w": torch.ones(4) if rank else None, "b": torch.ones(2)}, mesh(), hp.P("shard")), None
+    return lambda: hp.shard({"w": ops.ones(4) if rank else None, "b": ops.ones(2)}, mesh(), hp.P("shard")), None
 
 
 def one_rank_has_another_type(rank: int) -> Any:
-    return lambda: hp.shard({"w": torch.ones(4) if rank else 1.0}, mesh(), hp.P("shard")), None
+    return lambda: hp.shard({"w": ops.ones(4) if rank else 1.0}, mesh(), hp.P("shard")), None
 
 
 def one_rank_differs_in_broadcast_from(rank: int) -> Any:
-    return lambda: hp.shard(torch.ones(4), mesh(), hp.P("shard"), broadcast_from=rank), None
+    return lambda: hp.shard(ops.ones(4), mesh(), hp.P("shard"), broadcast_from=rank), None
 
 
 def one_rank_unshards_something_else(rank: int) -> Any:
@@ -190,7 +191,7 @@ def one_rank_cannot_unshard(rank: int) -> Any:
 
 
 def one_rank_reduces_something_else(rank: int) -> Any:
-    return lambda: hp.reduce(torch.ones(4 + rank), mesh(), hp.P("shard")), None
+    return lambda: hp.reduce(ops.ones(4 + rank), mesh(), hp.P("shard")), None
 
 
 def one_rank_reshards_to_a_bad_spec(rank: int) -> Any:
@@ -200,11 +201,11 @@ def one_rank_reshards_to_a_bad_spec(rank: int) -> Any:
 
 def one_rank_calls_another_collective(rank: int) -> Any:
     call = hp.psum if rank else hp.all_gather
-    return lambda: call(torch.ones(4), "shard", mesh=mesh()), None
+    return lambda: call(ops.ones(4), "shard", mesh=mesh()), None
 
 
 def one_rank_has_another_axis(rank: int) -> Any:
-    return lambda: hp.psum(torch.ones(4), "shrad" if rank else "shard", mesh=mesh()), None
+    return lambda: hp.psum(ops.ones(4), "shrad" if rank else "shard", mesh=mesh()), None
 
 
 # --- partition --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests import frameworks as ops
 from tests.errors.judge import check_texts
 from tests.ranks import mesh_of
 
@@ -18,7 +19,7 @@ MIB = 1 << 18  # float32 elements
 def caught(rank: int, n: int, sizes: list[int], units: list[list[int]], steps: int) -> list[str]:
     """The warnings of some steps over weights of these sizes, grouped into units."""
     mesh = mesh_of((n,), ("shard",))
-    params = hp.shard([torch.full((size,), 1.0) for size in sizes], mesh, hp.P("shard"))
+    params = hp.shard([ops.ones(size) for size in sizes], mesh, hp.P("shard"))
     total = hp.unit(lambda weights, x: x + sum(w.sum() for w in weights), name="layer")
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ def caught(rank: int, n: int, sizes: list[int], units: list[list[int]], steps: i
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(steps):
-            step(params, torch.zeros(()))
+            step(params, ops.zeros())
     return [f"{warning.category.__name__}: {warning.message}" for warning in found]
 
 
@@ -54,7 +55,7 @@ def test_a_plan_that_hides_nothing_is_warned_of(pool: Any) -> None:
 
 def nothing_ahead(rank: int) -> str:
     mesh = mesh_of((2,), ("shard",))
-    params = hp.shard([torch.ones(4), torch.ones(4)], mesh, hp.P("shard"))
+    params = hp.shard([ops.ones(4), ops.ones(4)], mesh, hp.P("shard"))
     unit = hp.unit(lambda w: w.sum(), name="layer")
     policy = hp.Policy(prefetch=0, pack_below_bytes=65536)
     step = hp.sharded(lambda params: sum(unit(w) for w in params), mesh, policy=policy)

@@ -29,7 +29,7 @@ modes = st.sampled_from(["scatter", "local"])
 def test_micro_batches_equal_one_big_batch(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy | None, count: int, mode: str
 ) -> None:
-    results = pool(4, "mindspore").run(train, model, layout, Run(count, mode, policy))
+    results = pool(4).run(train, model, layout, Run(count, mode, policy))
     want = one_big_batch(model, layout.num_ranks, count)
     for _, weights, followed in results:
         assert_close(weights, want, 1e-12)
@@ -41,7 +41,7 @@ def test_micro_batches_equal_one_big_batch(
 def test_every_schedule_gives_the_bits_of_the_eager_reference(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy, mode: str, numerics: hp.Numerics
 ) -> None:
-    ranks = pool(4, "mindspore")
+    ranks = pool(4)
     eager = ranks.run(train, model, layout, Run(2, mode, None, numerics, torch.float32))
     planned = ranks.run(train, model, layout, Run(2, mode, policy, numerics, torch.float32))
     for (grads, weights, followed), (eager_grads, eager_weights, _) in zip(planned, eager, strict=True):

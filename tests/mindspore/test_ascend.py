@@ -54,7 +54,7 @@ def test_every_name_exists(pool: Callable[..., Pool], path: str) -> None:
     wanted = calls(ROOT / path)
     assert len({name for _, name, *_ in wanted}) > 8
     invented = [*wanted, ("runtime", "NoSuchStream", 0, []), ("distributed", "all_reduce", 1, ["no_such"])]
-    for bad in pool(4, "mindspore").run(unknown, invented):
+    for bad in pool(4).run(unknown, invented):
         assert [text.split()[0] for text in bad] == ["runtime.NoSuchStream", "distributed.all_reduce:"], bad
 
 
@@ -70,7 +70,7 @@ def missing(rank: int) -> dict[str, list[str]]:
 
 
 def test_both_backends_have_every_method_of_the_protocol(pool: Callable[..., Pool]) -> None:
-    for found in pool(4, "mindspore").run(missing):
+    for found in pool(4).run(missing):
         assert found == {"MindSporeHost": [], "MindSporeAscend": []}
 
 
@@ -131,7 +131,7 @@ def noted(rank: int) -> tuple[list[str], list[bool]]:
 
 
 def test_a_gather_waits_on_its_own_stream_and_messages_are_sent_from_their_slice(pool: Callable[..., Pool]) -> None:
-    for log, places in pool(4, "mindspore").run(noted):
+    for log, places in pool(4).run(noted):
         before, issued, awaited = "\n".join(log).split("\n--\n")
         assert "Event" in before
         kinds = [line.split("(")[0].rstrip("0123456789") for line in issued.splitlines()]

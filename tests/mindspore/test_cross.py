@@ -42,6 +42,6 @@ def test_twenty_steps_of_sgd_have_the_same_losses(
     pool: Callable[..., Pool], layout: Layout, pack_below_bytes: float
 ) -> None:
     policy = hp.Policy(pack_below_bytes=pack_below_bytes)
-    of_torch = pool(4).run(losses_of, layout, policy)[0]
-    of_mindspore = pool(4, "mindspore").run(losses_of, layout, policy)[0]
+    of_torch = pool(4, "torch").run(losses_of, layout, policy)[0]
+    of_mindspore = pool(4).run(losses_of, layout, policy)[0]
     torch.testing.assert_close(of_mindspore, of_torch, rtol=1e-4, atol=0.0)

@@ -42,7 +42,7 @@ def test_collectives_are_those_of_numpy(pool: Callable[..., Pool], call: Any, dt
     if kind == "pmean":  # a quotient: MindSpore makes it float32 for int64, and divides no bfloat16 on the CPU
         dtype = torch.float64
     xs = [tensor(shape, dtype, seed + rank) for rank in range(grid.num_ranks)]
-    for rank, got in enumerate(pool(4, "mindspore").run(called, grid, axes, kind, options, xs)):
+    for rank, got in enumerate(pool(4).run(called, grid, axes, kind, options, xs)):
         want = expected(kind, as_numpy(xs), grid, rank, axes, options)
         assert_same(got, torch.from_numpy(np.array(want)).to(dtype))
 
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_shard_map(pool: Callable[..., Pool], call: Any, 
     xs = [tensor(shape, dtype, seed + rank) for rank in ranks]
     out = expected(kind, as_numpy(xs), grid, 0, axes, options)
     ys = [tensor(np.shape(out), dtype, seed + 100 + rank) for rank in ranks]
-    for rank, got in enumerate(pool(4, "mindspore").run(pulled_back, grid, axes, kind, options, xs, ys)):
+    for rank, got in enumerate(pool(4).run(pulled_back, grid, axes, kind, options, xs, ys)):
         want = np.array(transposed(kind, as_numpy(ys), grid, rank, axes, options))
         assert_same(got, torch.from_numpy(want).to(dtype))
 
@@ -83,7 +83,7 @@ def there_and_back(rank: int, whole: torch.Tensor) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("shape", [(8, 4), (7, 5), (1, 3), (0, 2)])
 def test_arrays_go_there_and_back(pool: Callable[..., Pool], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     whole = tensor(shape, dtype, 3)
-    for straight, moved, summed in pool(4, "mindspore").run(there_and_back, whole):
+    for straight, moved, summed in pool(4).run(there_and_back, whole):
         assert_same(straight, whole)
         assert_same(moved, whole)
         assert_same(summed, whole if dtype == torch.bool else 4 * whole)

@@ -28,7 +28,7 @@ NUMERICS_ON_CPU = [n for n in NUMERICS if n.param_dtype is None]
 def test_training_matches_one_process(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy | None
 ) -> None:
-    results = pool(4, "mindspore").run(train, model, layout, policy, torch.float64, hp.Numerics())
+    results = pool(4).run(train, model, layout, policy, torch.float64, hp.Numerics())
     want = reference(model, layout.num_ranks, STEPS)
     for _, weights, followed in results:
         assert_close(weights, want, 1e-12)
@@ -40,7 +40,7 @@ def test_training_matches_one_process(
 def test_every_schedule_gives_the_bits_of_the_eager_reference(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy, numerics: hp.Numerics
 ) -> None:
-    ranks = pool(4, "mindspore")
+    ranks = pool(4)
     eager = ranks.run(train, model, layout, None, torch.float32, numerics)
     planned = ranks.run(train, model, layout, policy, torch.float32, numerics)
     for (grads, weights, followed), (eager_grads, eager_weights, _) in zip(planned, eager, strict=True):

@@ -23,6 +23,6 @@ def test_training_ends_with_figures_a_sample_and_a_picture(tmp_path: Path) -> No
 
 
 def test_the_check_passes() -> None:
-    code, output = launch(4, "--quick", "--check", script=SCRIPT)
+    code, output = launch(2, "--quick", "--check", "--mesh", "1,2", script=SCRIPT)
     assert code == 0, output
     assert "check passed" in output

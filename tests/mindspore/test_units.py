@@ -77,7 +77,7 @@ def whole_buffers(rank: int, remat: bool, release: Any) -> tuple[int, int, list[
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_whole_weights_are_released(pool: Callable[..., Pool], remat: bool) -> None:
-    ranks = pool(4, "mindspore")
+    ranks = pool(4)
     kept, released = ranks.run(whole_buffers, False, "never"), ranks.run(whole_buffers, remat, "forward")
     for (most, _, want), (peak, left, got) in zip(kept, released, strict=True):
         assert most >= DEPTH
@@ -103,7 +103,7 @@ def events_of(rank: int) -> list[str]:
 
 
 def test_backwards_come_in_reverse_order_on_every_rank(pool: Callable[..., Pool]) -> None:
-    for events in pool(4, "mindspore").run(events_of):
+    for events in pool(4).run(events_of):
         backwards = [event.split("backward")[1].strip()[:1] for event in events if event.startswith("backward")]
         assert backwards == ["d", "c", "b", "a"], events
 
@@ -128,7 +128,7 @@ def features(rank: int) -> dict[str, Any]:
 
 
 def test_gradients_of_what_is_no_plain_unit(pool: Callable[..., Pool]) -> None:
-    results = pool(4, "mindspore").run(features)
+    results = pool(4).run(features)
     for rank, found in enumerate(results):
         loss, *grads = found["plain"]
         for mode in ("scatter", "local"):
@@ -186,7 +186,7 @@ def misuses(rank: int) -> dict[str, str]:
 
 
 def test_misuse_is_named_and_leaves_nothing_behind(pool: Callable[..., Pool]) -> None:
-    for found in pool(4, "mindspore").run(misuses):
+    for found in pool(4).run(misuses):
         assert found["view"].startswith("HpfuncWarning: hpfunc.unit: autograd keeps a copy of a whole weight")
         assert "remat=True" in found["view"]
         assert "escapes from the unit" in found["escape"]
@@ -210,5 +210,5 @@ def made(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def test_init_gives_the_values_of_its_function(pool: Callable[..., Pool]) -> None:
-    for got, want in pool(4, "mindspore").run(made):
+    for got, want in pool(4).run(made):
         assert all(map(torch.equal, got, want))

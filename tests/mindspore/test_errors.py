@@ -1,0 +1,30 @@
+"""The refusals of torch on MindSpore: the same cases, in the same words but for those that `lacks.py` lists."""
+
+# ruff: noqa: F401 - the tests that are imported run here
+from __future__ import annotations
+
+import pytest
+
+from tests.errors import test_debug, test_policies, test_steps, test_values
+from tests.errors.judge import check_texts, texts_of
+from tests.errors.test_debug import (
+    test_nan_is_the_same_as_nan,
+    test_what_is_right_passes_when_it_is_recomputed,
+    test_what_is_right_passes_with_the_same_bits,
+)
+from tests.errors.test_warnings import (
+    test_a_plan_that_hides_nothing_is_warned_of,
+    test_bad_units_are_warned_of_once,
+    test_good_units_are_not_warned_of,
+)
+from tests.frameworks import needs_mindspore
+from tests.mindspore.lacks import DIFFERS, LACKS
+
+pytestmark = [pytest.mark.processes, needs_mindspore]
+ALL = test_values.CASES | test_steps.CASES | test_policies.CASES | test_debug.CASES
+LEFT_OUT = {name for lack in LACKS.values() for name in lack.tests}
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in LEFT_OUT])
+def test_refusals(name: str) -> None:
+    check_texts(texts_of(ALL[name], framework="mindspore"), name, "mindspore" if name in DIFFERS else "")
