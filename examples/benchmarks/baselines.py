@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from variants import LEARNING_RATE, WEIGHT_DECAY, Task, Variant
 
@@ -123,21 +124,19 @@ def _training(task: Task, net: nn.Module, scatter: AsyncReduceScatter | None) ->
 
     def step() -> None:
         for index, batch in enumerate(batches):
-            # The loop that torch documents for micro-batches: gradients stay whole until the last one.
-            synchronizes = index == last or not isinstance(net, DistributedDataParallel)
             loss = net(batch).float().pow(2).mean(-1).sum() / len(batches)
-            if synchronizes:
-                loss.backward()
-            else:
-                with net.no_sync():
+            if isinstance(net, DistributedDataParallel) and index != last:
+                with net.no_sync():  # as torch documents it for micro-batches
                     loss.backward()
+            else:
+                loss.backward()
         if scatter is not None:
             scatter.finish()
         optimizer.step()
         optimizer.zero_grad()
 
     def weights() -> list[Tensor]:
-        whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters())
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters())
         return [p.detach() for p in whole]
 
     return Variant(step, weights)

@@ -101,10 +101,9 @@ VARIANTS: dict[str, Callable[[int], measure.Step]] = {
 
 def program_of(num_units: int) -> hp.Program:
     """Returns the program of a step through so many units of one matrix each, cut in two."""
-    weights = tuple(
-        Weight(f"layers[{i}]", 1 << 19, *["float32"] * 4, ("shard",), 2, (), 1, divisor=2, origin=i)
-        for i in range(num_units)
-    )
+    dtypes = dict.fromkeys(("dtype", "shard_dtype", "reduce_dtype", "accum_dtype"), "float32")
+    cut = {"gather_axes": ("shard",), "num_shards": 2, "reduce_axes": (), "num_replicas": 1, "divisor": 2}
+    weights = tuple(Weight(f"layers[{i}]", 1 << 19, origin=i, **dtypes, **cut) for i in range(num_units))
     units = tuple(Unit(f"layer.{i}", (i,)) for i in range(num_units))
     forward = [Event("forward", i) for i in range(num_units)]
     backward = [Event("backward", i) for i in reversed(range(num_units))]
