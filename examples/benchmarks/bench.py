@@ -8,6 +8,7 @@ network of limited speed, which needs root; without root it falls back to loopba
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -143,6 +144,9 @@ def main() -> None:
     record: dict[str, Any] = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "cases": founds}
     for key in [key for key in keys if key in CASES]:
         case = CASES[key]
+        if importlib.util.find_spec(case.task.framework) is None:
+            print(f"({key}) is left out: {case.task.framework} is not installed")
+            continue
         print(f"({key}) {case.title} ...", flush=True)
         found = founds[key] = measure_case(key, case, not reason, options)
         compute = launch(1, "loopback", "worker.py", "--case", key, "--compute") if key == "a" else None

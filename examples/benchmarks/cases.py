@@ -109,4 +109,11 @@ CASES = {
         repetitions=5,
         tolerance=0.2,
     ),
+    "i": Case(
+        "MindSpore, 2 ranks, 1 Gbit/s",
+        "1gbit",
+        Task(framework="mindspore"),
+        ("hpfunc eager", "hpfunc packs nothing", "hpfunc"),
+        (Target(("hpfunc eager",), 1 / 0.85),),
+    ),
 }

@@ -28,12 +28,14 @@ class Task:
         mesh: sizes of the axes; of two, the first is ``"replicate"``, the last always ``"shard"``.
         micro_batches: gradients of so many are added up in a step.
         bf16: weights are gathered and used in bfloat16; gradients are reduced in float32.
+        framework: ``"torch"`` or ``"mindspore"``.
     """
 
     model: Model = field(default_factory=Model)
     mesh: tuple[int, ...] = (2,)
     micro_batches: int = 1
     bf16: bool = False
+    framework: str = "torch"
 
     def batches(self) -> list[Tensor]:
         """Returns the micro-batches of this rank."""

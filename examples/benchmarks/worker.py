@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from variants import Variant
 
 def make(name: str, case: Case) -> Variant:
     """Returns a variant by its name."""
+    if case.task.framework == "mindspore":
+        return importlib.import_module("mindspore_variants").make(name, case.task)
     return (ours if name.startswith("hpfunc") else baselines).make(name, case.task)
 
 
@@ -94,6 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     rank, _ = measure.start()
     case = CASES[args.case]
+    os.environ["HPFUNC_BACKEND"] = case.task.framework
     names = args.variants.split(";") if args.variants else list(case.variants)
     if args.memory:
         found = {names[0]: measure.peak_bytes(make(names[0], case).step)}

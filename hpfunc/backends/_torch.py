@@ -195,13 +195,15 @@ class TorchBackend:
                 dist.new_group,
                 list(ranks),
                 timeout=timedelta(seconds=timeout_s),
-                backend="gloo" if on_host else None,
+                backend=collectives.HOST if on_host else None,
                 use_local_synchronization=True,
                 sort_ranks=False,
             )
-            group = self._groups[key] = make(group_desc=f"hpfunc {purpose}")
+            options = partial(collectives.host_options, timeout_s=timeout_s) if on_host else lambda _: None
+            group = self._groups[key] = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
             if on_host and purpose in _SCHEDULED:
-                self._for_small[group] = make(group_desc=f"hpfunc {purpose} small")
+                small = f"{purpose} small"
+                self._for_small[group] = make(group_desc=f"hpfunc {small}", pg_options=options(small))
         return self._groups[key]
 
     def abort(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +13,36 @@ import torch.distributed as dist
 # The two have new names from 2.13 on, and warn under the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# Note [One device for each purpose]
+# gloo as torch makes it has a network device for each group, with a thread that polls a hundred times a second for as
+# long as the process lives, also when the group was given up after a failure. So here all groups of a purpose share a
+# device. `new_group` hands options to registered backends only.
+HOST = "hpfunc_gloo"
+_devices: dict[str, list[Any]] = {}
+
+
+def host_options(purpose: str, timeout_s: float) -> Any:
+    """Returns the options of a group on the host: the network device of its purpose, and how long it waits."""
+    if purpose not in _devices:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        found = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+        _devices[purpose] = found or [dist.ProcessGroupGloo.create_default_device()]
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = _devices[purpose]
+    options._threads = 2 * len(options._devices)  # as torch has it
+    options._timeout = timedelta(seconds=timeout_s)
+    return options
+
+
+def _host_group(given: Any, options: Any) -> Any:
+    options.global_ranks_in_group = given.global_ranks_in_group
+    options.group_name = given.group_id
+    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, options)
+
+
+dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
 
 
 def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
