@@ -122,7 +122,7 @@ def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
     sizes = [sum(program.weights[w].block_numel for w in bucket) for part in share.buckets for bucket in part]
     starts, numel = _layout(sizes, first)
     label = labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
-    buffer = draft.buffer("reduce", label, numel, first.reduce_dtype, "reduce_scatter")
+    buffer = draft.buffer("reduce", label, numel, first.reduce_dtype, draft.reduced)
     slices = iter([Region(buffer.buffer, start, start + size) for start, size in zip(starts, sizes, strict=True)])
     bundle = Bundle(label, first, buffer)
     for part in share.buckets:
@@ -131,7 +131,7 @@ def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
         bundle.members.append(Member(dict(split), regions))
     empty = list(_gaps([region for member in bundle.members for region in member.regions], buffer))
     if empty and first.num_replicas > 1:
-        draft.local(f"zero {label}", "zero", "reduce_scatter", [], empty)
+        draft.local(f"zero {label}", "zero", draft.reduced, [], empty)
     return bundle
 
 

@@ -80,7 +80,7 @@ class Carried:
         self._accumulate(f"add carried {label}", into)
         self._accumulate(f"carry {label}", onto)
         if back:
-            self._draft.local(f"cast {label}", "copy", "reduce_scatter", list(back), list(back.values()))
+            self._draft.local(f"cast {label}", "copy", self._draft.reduced, list(back), list(back.values()))
         self._drop(spent)
 
     def rest(self) -> list[Bundle]:
@@ -97,7 +97,7 @@ class Carried:
                 del self._regions[w]
             return Bundle("the rest", first, regions[0], [Member(dict(zip(weights, regions, strict=True)), regions)])
         bundle = lay_out(self._draft, ["the rest"], Share((0,), (tuple((w,) for w in weights),)))
-        self._draft.local("copy the rest", "copy", "reduce_scatter", regions, bundle.members[0].regions)
+        self._draft.local("copy the rest", "copy", self._draft.reduced, regions, bundle.members[0].regions)
         self._drop(weights)
         return bundle
 
@@ -115,13 +115,13 @@ class Carried:
             dtypes[self._weights[w].accum_dtype].append(w)
         for dtype, weights in dtypes.items():
             numel = sum(slices[w].numel for w in weights)
-            buffer = self._draft.buffer("carry", label, numel, dtype, "reduce_scatter")
+            buffer = self._draft.buffer("carry", label, numel, dtype, self._draft.reduced)
             regions, start = [], 0
             for w in weights:
                 regions.append(Region(buffer.buffer, start, start + slices[w].numel))
                 start += slices[w].numel
             sources = [slices[w] for w in weights]
-            self._draft.local(f"begin to carry {label}", "copy", "reduce_scatter", sources, regions)
+            self._draft.local(f"begin to carry {label}", "copy", self._draft.reduced, sources, regions)
             self._carry(dict(zip(weights, regions, strict=True)))
 
     def _accumulate(self, name: str, sums: list[tuple[Region, Region, Region]]) -> None:
@@ -132,7 +132,7 @@ class Carried:
         for earlier, later, total in _merged(sums):
             reads += [earlier, later]
             writes.append(total)
-        self._draft.local(name, "accumulate", "reduce_scatter", reads, writes)
+        self._draft.local(name, "accumulate", self._draft.reduced, reads, writes)
 
     def _drop(self, weights: Iterable[int]) -> None:
         for w in weights:

@@ -36,9 +36,10 @@ from ._schedule import (
 class Draft:
     """Collects buffers and ops in the order in which they are to be issued, and gives them readable, unique names."""
 
-    def __init__(self, program: Program, policy: Policy) -> None:
+    def __init__(self, program: Program, policy: Policy, *, ordered_sums: bool) -> None:
         self.program = program
         self.policy = policy
+        self.ordered_sums = ordered_sums
         self._buffers: list[Buffer] = []
         self._slots: list[tuple[int, Literal["before", "after"], list[Op]]] = []
         self._shards: dict[int, Region] = {}
@@ -55,6 +56,15 @@ class Draft:
 
     def weight(self, index: int) -> str:
         return self._weights[index]
+
+    @property
+    def reduced(self) -> Stream:
+        """The stream of reduce buffers and of the local ops that fill them.
+
+        Where sums are formed locally it is not that of the reduce-scatters: one more of these is launched before the
+        last one is summed, and nothing should wait for it.
+        """
+        return "all_reduce" if self.ordered_sums else "reduce_scatter"
 
     def dtype(self, region: Region) -> str:
         return self._buffers[region.buffer].dtype

@@ -37,7 +37,8 @@ def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
     is_ahead = False  # of a forward that the plan expects
     for index, (op, done) in enumerate(zip(schedule.ops, issued, strict=True)):
         buffers = {region.buffer for region in touched(op)}
-        awaits = op.stream == "reduce_scatter" and bool(buffers & arrived)
+        scatters = op.stream == "reduce_scatter"
+        awaits = (scatters or isinstance(op, Local)) and op.stream != "compute" and bool(buffers & arrived)
         if not done:
             is_ahead |= isinstance(op, Compute) and schedule.program.events[op.event].kind == "forward"
             is_late = is_ahead and not awaits and not isinstance(op, Free)
@@ -45,6 +46,6 @@ def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
                 stuck |= buffers
                 continue
             found.append(index)
-        if (isinstance(op, Launch) and op.stream == "reduce_scatter") or (isinstance(op, Local) and awaits):
+        if (isinstance(op, Launch) and scatters) or (isinstance(op, Local) and awaits):
             arrived |= {region.buffer for region in op.writes}
     return found

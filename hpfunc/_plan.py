@@ -66,9 +66,9 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     if policy.pack_below_bytes is None:
         policy = replace(policy, pack_below_bytes=PACK_BELOW_BYTES)
     check_policy(program, policy)
-    draft = Draft(program, policy)
+    draft = Draft(program, policy, ordered_sums=traits.ordered_sums)
     gathers = Gathers(draft)
-    reductions = Reductions(draft, ordered_sums=traits.ordered_sums)
+    reductions = Reductions(draft)
     for index, event in enumerate(program.events):
         draft.at(index, "before")
         if event.kind in COMPUTES:

@@ -105,10 +105,9 @@ class _Group:
 class Reductions:
     """Reduces gradients in the order of the backward. See Note [The four steps of a backward]."""
 
-    def __init__(self, draft: Draft, *, ordered_sums: bool) -> None:
+    def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._program = draft.program
-        self._ordered = ordered_sums
         self._finals = finals(draft.program)
         self._carries = carries_shards(draft.program)
         self._shares = shares(draft.program, self._finals, self._carries, draft.policy)
@@ -236,7 +235,7 @@ class Reductions:
         of = self._draft.weight(bucket[0]) if len(bucket) == 1 else group.label
         divides = prescaled(first)
         if first.num_shards == 1 and not divides:
-            self._draft.local(f"copy {of}", "copy", "reduce_scatter", gradients, [target])
+            self._draft.local(f"copy {of}", "copy", self._draft.reduced, gradients, [target])
             return None
         fits = first.even and first.direct and self._draft.dtype(gradients[0]) == first.reduce_dtype
         if len(bucket) == 1 and fits and not divides:
@@ -247,14 +246,15 @@ class Reductions:
             sent = self._draft.buffer("send", of, numel, first.reduce_dtype, "reduce_scatter")
             group.spent.append(sent)
         name, divisor = f"pack gradient {of}", first.divisor if divides else 1
-        self._draft.local(name, "pack_gradients", "reduce_scatter", gradients, [sent], weights=bucket, divisor=divisor)
+        stream = "reduce_scatter" if first.num_shards > 1 else self._draft.reduced
+        self._draft.local(name, "pack_gradients", stream, gradients, [sent], weights=bucket, divisor=divisor)
         return _Message(of, first, sent, target) if first.num_shards > 1 else None
 
     def _launch_scatter(self, group: _Group, launch: list[_Message]) -> None:
         name, first = f"reduce_scatter {group.label}", launch[0].first
         communicator = Communicator("reduce_scatter", first.gather_axes)
         sources, targets = [message.sent for message in launch], [message.target for message in launch]
-        if not self._ordered:
+        if not self._draft.ordered_sums:
             self._draft.launch(name, "reduce_scatter", communicator, sources, targets)
             return
         staged = [
@@ -269,7 +269,7 @@ class Reductions:
     def _await(self, group: _Group) -> None:
         for sums in group.sums:
             name = f"sum {group.label}"
-            self._draft.local(name, "sum_parts", "reduce_scatter", sums.staged, sums.targets, parts=sums.parts)
+            self._draft.local(name, "sum_parts", self._draft.reduced, sums.staged, sums.targets, parts=sums.parts)
         for region in group.spent:
             self._draft.free(region)
         if group.carries:
@@ -310,7 +310,7 @@ class Reductions:
                 continue
             communicator = Communicator("all_reduce", bundle.first.reduce_axes)
             target = bundle.buffer
-            if self._ordered and bundle.first.num_replicas > 2:
+            if self._draft.ordered_sums and bundle.first.num_replicas > 2:
                 dtype = bundle.first.reduce_dtype
                 target = self._draft.buffer("staging", f"all {bundle.label}", target.numel, dtype, "all_reduce")
                 self._exchanged.append((bundle, target))

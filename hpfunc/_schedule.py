@@ -294,7 +294,8 @@ def _step(schedule: Schedule, op: Op) -> str:
     kind = schedule.buffers[op.buffer].kind if isinstance(op, Free) else op.kind if isinstance(op, Local) else ""
     if op.stream == "gather" or kind == "accumulate":
         return ""
-    if op.stream == "all_reduce":
+    fills = isinstance(op, Local) and all(schedule.buffers[region.buffer].kind == "reduce" for region in op.writes)
+    if op.stream == "all_reduce" and not fills:
         return "step 4"
     if isinstance(op, Deliver) or kind in ("scale", "reduce") or (op.stream, kind) == ("compute", "copy"):
         return "step 3"

@@ -167,8 +167,8 @@ UNSAFE: dict[str, Callable[[], Schedule]] = {
     "free gradient w1: uses gradient w1, but is not ordered after reduce_scatter layer1": (
         lambda: changed(TWO, "free gradient w1", waits=())
     ),
-    "all_reduce layer1: uses reduce layer1, but is not ordered after sum layer1": lambda: changed(
-        BOTH, "all_reduce layer1", waits=()
+    "sum layer1: uses staging w1, but is not ordered after reduce_scatter layer1": lambda: changed(
+        BOTH, "sum layer1", waits=()
     ),
     "scale layer1: uses reduce layer1, but is not ordered after all_reduce layer1": lambda: changed(
         BOTH, "scale layer1", waits=()
