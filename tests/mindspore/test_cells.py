@@ -17,8 +17,9 @@ FSDP: Any = ((4,), ("shard",))
 
 
 def same(a: Any, b: Any) -> bool:
+    """Not to the last bit: that depends on where in memory a tensor begins, too."""
     pairs = zip(a, b, strict=True) if isinstance(a, list | tuple) else [(a, b)]
-    return all(np.array_equal(x.asnumpy(), y.asnumpy()) for x, y in pairs)
+    return all(np.allclose(x.asnumpy(), y.asnumpy(), rtol=1e-5, atol=1e-6) for x, y in pairs)
 
 
 def values(cell: Any) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def statistics(rank: int) -> dict[str, Any]:
     found["start"] = equal(start, {path: b.asnumpy() for path, b in apply.buffers.items()})
     found["outputs"] = same([first, second], [cell(x), cell(x + 1)])
     after = values(cell)
-    found["statistics"] = equal({path: b.asnumpy() for path, b in buffers.items()}, {p: after[p] for p in buffers})
+    found["statistics"] = all(np.allclose(b.asnumpy(), after[path], rtol=1e-5) for path, b in buffers.items())
+    found["all of them"] = sorted(buffers) == [path for path in sorted(after) if "moving" in path]
     found["evaluation"] = same(evaluated, cell.set_train(False)(x))
     other = hp.to_module(arrays, cells.Convolutional().set_train(False), buffers)
     found["back"] = same(other(x), cell(x))
@@ -95,6 +97,7 @@ def behaviour(rank: int) -> dict[str, Any]:
     found["frozen"] = [path for path, w in frozen.items() if w is not None] == ["embed.embedding_table"]
     found["choice"] = str(apply).startswith("Transformer.construct: 11 units: 1 Embedding (embed), 2 LayerNorm")
 
+    mindspore.set_seed(4)  # the same cell on all ranks
     cell = cells.Transformer(0.5).set_train(True)
     apply, params = hp.from_module(cell)
     arrays = hp.shard(params, mesh, hp.P("shard"))
