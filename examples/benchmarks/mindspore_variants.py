@@ -1,5 +1,7 @@
 """The transformer of `models` on MindSpore, trained by hpfunc: eagerly, and scheduled."""
 
+# Where MindSpore is not installed, its name finds a directory of examples.
+# pyright: reportMissingImports=warning, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from typing import Any

@@ -36,7 +36,9 @@ class Model:
         generator, shapes = torch.Generator().manual_seed(0), _SHAPES[self.kind](self.width)
         return [
             {
-                name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
+                name: torch.ones(shape)
+                if len(shape) == 1
+                else torch.randn(shape, generator=generator) / shape[-1] ** 0.5  # activations keep their size
                 for name, shape in shapes.items()
             }
             for _ in range(self.num_blocks)

@@ -77,7 +77,7 @@ def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
     batch: Any = batches[0]
     if task.micro_batches > 1:
         grad_fn = hp.accumulate(grad_fn, task.micro_batches)
-        batch = torch.stack(batches)
+        batch = torch.cat(batches)
 
     def step_fn(params: list[Any], state: Any, x: Tensor) -> tuple[list[Any], Any, Tensor]:
         loss, grads = grad_fn(params, x)

@@ -20,6 +20,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # long as the process lives, also when the group was given up after a failure. So here all groups of a purpose share a
 # device. `new_group` hands options to registered backends only.
 HOST = "hpfunc_gloo"
+_gloo: Any = dist.ProcessGroupGloo  # whose types do not name all that it has
 _devices: dict[str, list[Any]] = {}
 
 
@@ -27,9 +28,9 @@ def host_options(purpose: str, timeout_s: float) -> Any:
     """Returns the options of a group on the host: the network device of its purpose, and how long it waits."""
     if purpose not in _devices:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        found = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-        _devices[purpose] = found or [dist.ProcessGroupGloo.create_default_device()]
-    options = dist.ProcessGroupGloo._Options()
+        found = [_gloo.create_device(interface=name) for name in interfaces]
+        _devices[purpose] = found or [_gloo.create_default_device()]
+    options = _gloo._Options()
     options._devices = _devices[purpose]
     options._threads = 2 * len(options._devices)  # as torch has it
     options._timeout = timedelta(seconds=timeout_s)
@@ -39,7 +40,7 @@ def host_options(purpose: str, timeout_s: float) -> Any:
 def _host_group(given: Any, options: Any) -> Any:
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = given.group_id
-    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, options)
+    return _gloo(given.store, given.group_rank, given.group_size, options)
 
 
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
