@@ -50,7 +50,7 @@ bench: $(READY) ## hpfunc beside FSDP2 and DDP: tables, plots and targets (needs
 	$(BIN)/python examples/benchmarks/bench.py $(BENCH_ARGS)
 
 .PHONY: test
-test: $(READY) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses
+test: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses; BACKEND=mindspore adds its own
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: check

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -124,11 +125,9 @@ def _training(task: Task, net: nn.Module, scatter: AsyncReduceScatter | None) ->
 
     def step() -> None:
         for index, batch in enumerate(batches):
-            loss = net(batch).float().pow(2).mean(-1).sum() / len(batches)
-            if isinstance(net, DistributedDataParallel) and index != last:
-                with net.no_sync():  # as torch documents it for micro-batches
-                    loss.backward()
-            else:
+            collects = isinstance(net, DistributedDataParallel) and index != last  # as torch documents it
+            with cast(DistributedDataParallel, net).no_sync() if collects else nullcontext():
+                loss = net(batch).float().pow(2).mean(-1).sum() / len(batches)
                 loss.backward()
         if scatter is not None:
             scatter.finish()
