@@ -253,14 +253,17 @@ def report(schedule: Schedule) -> Report:
         live_bytes += sum(_aligned_bytes(schedule, buffer) for buffer in begun)
         peak = max(peak, (live_bytes, op.name), key=lambda at: at[0])
         whole.update(unit for buffer in begun for unit in units.get(buffer, ()))
-        max_whole_units = max(max_whole_units, sum(count > 0 for count in whole.values()))
+        max_whole_units = max(max_whole_units, len(whole))
         whole_bytes += sum(_whole_bytes(schedule, buffer) for buffer in begun)
         max_whole_bytes = max(max_whole_bytes, whole_bytes)
         if isinstance(op, Free):
             live.discard(op.buffer)
             live_bytes -= _aligned_bytes(schedule, op.buffer)
             whole_bytes -= _whole_bytes(schedule, op.buffer)
-            whole.subtract(units.get(op.buffer, ()))
+            for unit in units.get(op.buffer, ()):
+                whole[unit] -= 1
+                if not whole[unit]:
+                    del whole[unit]
         elif isinstance(op, Launch):
             launches[op.collective] += 1
             sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])

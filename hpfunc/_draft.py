@@ -191,7 +191,8 @@ class _Waits:
                 _merge(clock, self._clocks[index])
         clock[op.stream] = clock.get(op.stream, 0) + 1
         self._last[op.stream] = clock
-        self._ops.append(replace(op, waits=tuple(reversed(waits))))
+        found = tuple(reversed(waits))
+        self._ops.append(op if op.waits == found else replace(op, waits=found))
         self._clocks.append(clock)
         self._remember(op)
         return self._ops[-1]
