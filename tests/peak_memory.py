@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import statistics
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,15 @@ def measure(width: int) -> dict[str, int]:
     batch = torch.randn(2, width)
     for _ in range(3):
         step(params, batch)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
-    step(params, batch)
+    rises = []
+    for _ in range(5):  # a thread of gloo may hold what it has sent for milliseconds longer
+        dist.barrier()
+        before = status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+        step(params, batch)
+        rises.append(status("VmHWM") - before)
     assert step.last_schedule is not None
-    return {"measured": status("VmHWM") - before, "planned": hp.check(step.last_schedule).peak_bytes}
+    return {"measured": statistics.median_low(rises), "planned": hp.check(step.last_schedule).peak_bytes}
 
 
 def serve(rank: int, world: int, store: str, width: int, result: Connection) -> None:

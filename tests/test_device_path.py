@@ -100,7 +100,7 @@ def test_a_device_gets_every_op_in_order_with_its_waits(pool: Callable[[int], Po
         assert_same_bits(got, want)
         assert not missing
         assert len(streams) == 4, streams  # compute, gather, reduce_scatter, all_reduce
-        assert any("all_reduce layer.2 on all_reduce waits for ['sum layer.2']" in line for line in issued), issued
+        assert any("sum layer.2 on all_reduce waits for ['reduce_scatter layer.2']" in line for line in issued), issued
 
 
 def probe_on_notes(rank: int) -> list[str]:
