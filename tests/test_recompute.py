@@ -439,8 +439,8 @@ def tensor_parallel(rank: int, way: str, policy: hp.Policy | None) -> tuple[list
 
 
 @cache
-def plain_tensor_parallel() -> list[tuple[list[torch.Tensor], str]]:
-    return pool_of(4).run(tensor_parallel, "plain", None)
+def plain_tensor_parallel(ranks: Pool) -> list[tuple[list[torch.Tensor], str]]:
+    return ranks.run(tensor_parallel, "plain", None)
 
 
 @pytest.mark.parametrize("policy", [None, hp.Policy(prefetch=0), hp.Policy(prefetch=2)])
@@ -450,7 +450,7 @@ def test_collectives_of_a_block_run_again_in_backward(
 ) -> None:
     """In forward a block does one, the `psum`; in backward again, and then that of the transposed `pvary`."""
     found = pool(4).run(tensor_parallel, way, policy)
-    for (got, kinds), (want, plain_kinds) in zip(found, plain_tensor_parallel(), strict=True):
+    for (got, kinds), (want, plain_kinds) in zip(found, plain_tensor_parallel(pool(4)), strict=True):
         assert_same_bits(got, want)
         # Nobody wants the gradient of the first block's argument.
         assert plain_kinds == "fc" * 3 + ("bc" * 3)[:-1] + "ee"

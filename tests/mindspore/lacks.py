@@ -179,6 +179,8 @@ NOT_HERE = {
     "test_device_path": "CUDA is torch's; that of Ascend is in test_ascend",
     "test_from_torch": "torch's optimizers are torch's",
     "test_interop": "DTensor, DeviceMesh and DLPack are torch's",
+    "test_interop_dcp": "torch.distributed.checkpoint is torch's; test_checkpoint",
+    "docs.test_code_blocks": "the pages are written for torch",
     "examples": "these start processes of their own; test_train_text, test_fsdp_demo",
     "errors.test_failures": "the control group is the same one over gloo, for both frameworks",
     "test_probe": "what it measures is gloo, for both frameworks",
