@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from mindspore import mint, ops
 from models import NUM_HEADS
-from variants import LEARNING_RATE, POLICIES, WEIGHT_DECAY, Task, Variant
+from variants import POLICIES, Task, Variant, training
 
 import hpfunc as hp
 
@@ -42,8 +42,7 @@ def make(name: str, task: Task) -> Variant:
     mesh = hp.make_mesh(task.mesh, ("replicate", "shard")[-len(task.mesh) :])
     whole = [{n: mindspore.Tensor.from_numpy(w.numpy()) for n, w in block.items()} for block in task.model.weights()]
     params = hp.shard(whole, mesh, hp.P("shard"))
-    optimizer = hp.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    state, block = optimizer.init(params), hp.unit(block_fn, name="block")
+    block = hp.unit(block_fn, name="block")
     batch = mindspore.Tensor.from_numpy(task.batches()[0].numpy())
 
     def loss_fn(params: list[Any], x: Tensor) -> Tensor:
@@ -51,21 +50,10 @@ def make(name: str, task: Task) -> Variant:
             x = block(weights, x)
         return (x * x).mean(-1).sum()
 
-    def step_fn(params: list[Any], state: Any, x: Tensor) -> tuple[list[Any], Any, Tensor]:
-        loss, grads = hp.value_and_grad(loss_fn)(params, x)
-        updates, state = optimizer.update(grads, state, params)
-        return hp.apply_updates(params, updates), state, loss
-
-    train: Any = hp.sharded(step_fn, mesh, policy=policy, donate_argnums=(0, 1)) if policy is not None else step_fn
-
-    def step() -> None:
-        nonlocal params, state
-        params, state, loss = train(params, state, batch)
+    def finish(loss: Tensor) -> None:
         loss.asnumpy()  # operators run later than they are called
 
-    def weights() -> list[torch.Tensor]:
-        return [torch.from_numpy(w.asnumpy()) for block in hp.unshard(params) for w in block.values()]
+    def to_torch(weight: Tensor) -> torch.Tensor:
+        return torch.from_numpy(weight.asnumpy())
 
-    if policy is None:
-        return Variant(step, weights)
-    return Variant(step, weights, lambda: train.last_counters, lambda: train.last_schedule)
+    return training(policy, params, hp.value_and_grad(loss_fn), batch, finish, to_torch)

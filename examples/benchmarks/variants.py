@@ -63,8 +63,7 @@ def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
     """Trains with hpfunc, eagerly if there is no policy."""
     mesh = hp.make_mesh(task.mesh, ("replicate", "shard")[-len(task.mesh) :])
     params = hp.shard(task.model.weights(), mesh, hp.P("shard"))
-    optimizer = hp.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    state, block = optimizer.init(params), hp.unit(task.model.block, name="block")
+    block = hp.unit(task.model.block, name="block")
     numerics = hp.Numerics(param_dtype="bfloat16", reduce_dtype="float32") if task.bf16 else hp.Numerics()
     batches = [x.bfloat16() if task.bf16 else x for x in task.batches()]
 
@@ -79,7 +78,31 @@ def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
         grad_fn = hp.accumulate(grad_fn, task.micro_batches)
         batch = torch.cat(batches)
 
-    def step_fn(params: list[Any], state: Any, x: Tensor) -> tuple[list[Any], Any, Tensor]:
+    return training(policy, params, grad_fn, batch)
+
+
+def training(
+    policy: hp.Policy | None,
+    params: list[Any],
+    grad_fn: Callable[..., Any],
+    batch: Any,
+    finish: Callable[[Any], Any] = lambda loss: None,
+    whole: Callable[[Any], Tensor] = lambda weight: weight,
+) -> Variant:
+    """Returns a variant that trains with AdamW, on any framework.
+
+    Args:
+        policy: None trains eagerly.
+        params: a dict of arrays for each block.
+        grad_fn: takes params and a batch, returns the loss and its gradients.
+        batch: that of this rank.
+        finish: is called with the loss of each step.
+        whole: makes a tensor of torch of a whole weight.
+    """
+    optimizer, mesh = hp.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY), next(iter(params[0].values())).mesh
+    state = optimizer.init(params)
+
+    def step_fn(params: list[Any], state: Any, x: Any) -> tuple[list[Any], Any, Any]:
         loss, grads = grad_fn(params, x)
         updates, state = optimizer.update(grads, state, params)
         return hp.apply_updates(params, updates), state, loss
@@ -88,10 +111,11 @@ def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
 
     def step() -> None:
         nonlocal params, state
-        params, state, _ = train(params, state, batch)
+        params, state, loss = train(params, state, batch)
+        finish(loss)
 
     def weights() -> list[Tensor]:
-        return [weight for block in hp.unshard(params) for weight in block.values()]
+        return [whole(weight) for block in hp.unshard(params) for weight in block.values()]
 
     if policy is None:
         return Variant(step, weights)
