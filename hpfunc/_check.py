@@ -112,11 +112,14 @@ def _malformed(schedule: Schedule) -> Iterator[tuple[str, str]]:
     ranks = num_ranks(schedule.program)
     yield from _bad_communicators(schedule, ranks)
     for op in schedule.ops:
-        yield from ((op.name, text) for text in _bad_regions(schedule, op))
+        for text in _bad_regions(schedule, op):
+            yield op.name, text
         if isinstance(op, Launch):
-            yield from ((op.name, text) for text in _bad_sizes(schedule, op, ranks.get(op.communicator.axes, 1)))
-        if isinstance(op, Local):
-            yield from ((op.name, text) for text in _bad_local(schedule, op))
+            for text in _bad_sizes(schedule, op, ranks.get(op.communicator.axes, 1)):
+                yield op.name, text
+        elif isinstance(op, Local):
+            for text in _bad_local(schedule, op):
+                yield op.name, text
 
 
 def _bad_names(schedule: Schedule) -> Iterator[tuple[str, str]]:
@@ -193,13 +196,16 @@ def _bad_sizes(schedule: Schedule, op: Launch, ranks: int) -> Iterator[str]:
         yield f"sends {len(op.reads)} messages and receives {len(op.writes)}"
         return
     for read, write in zip(op.reads, op.writes, strict=True):
-        fits = {
-            "all_gather": write.numel == read.numel * ranks,
-            "reduce_scatter": read.numel == write.numel * ranks,
-            "all_to_all": read.numel == write.numel and read.numel % ranks == 0,
-            "all_reduce": read == write,
-        }
-        if not fits[op.collective]:
+        match op.collective:
+            case "all_gather":
+                fits = write.numel == read.numel * ranks
+            case "reduce_scatter":
+                fits = read.numel == write.numel * ranks
+            case "all_to_all":
+                fits = read.numel == write.numel and read.numel % ranks == 0
+            case "all_reduce":
+                fits = read == write
+        if not fits:
             yield f"{op.collective} over {ranks} ranks from {schedule.name(read)} into {schedule.name(write)} cannot be"
         elif _dtype(schedule, read) != _dtype(schedule, write):
             yield f"sends {_dtype(schedule, read)} and receives {_dtype(schedule, write)}"
@@ -241,45 +247,43 @@ def _dtype(schedule: Schedule, region: Region) -> str:
 
 def report(schedule: Schedule) -> Report:
     """Returns what a safe schedule costs one rank. See `Report`."""
-    live: set[int] = set()
-    live_bytes, peak, max_whole_units = 0, (0, ""), 0
-    units, ranks = _units_of_buffers(schedule), num_ranks(schedule.program)
-    whole = Counter[int]()
-    whole_bytes = max_whole_bytes = 0
+    ranks = num_ranks(schedule.program)
     launches, sent, written = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
-        begun = {region.buffer for region in _writes(op)} - live
-        live |= begun
-        live_bytes += sum(_aligned_bytes(schedule, buffer) for buffer in begun)
-        peak = max(peak, (live_bytes, op.name), key=lambda at: at[0])
-        whole.update(unit for buffer in begun for unit in units.get(buffer, ()))
-        max_whole_units = max(max_whole_units, len(whole))
-        whole_bytes += sum(_whole_bytes(schedule, buffer) for buffer in begun)
-        max_whole_bytes = max(max_whole_bytes, whole_bytes)
+        if isinstance(op, Launch):
+            launches[op.collective] += 1
+            sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
+        elif isinstance(op, Local):
+            written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
+    hidden = hidden_launches(schedule)
+    return Report(*_peaks(schedule), dict(launches), hidden, dict(sent), dict(written))
+
+
+def _peaks(schedule: Schedule) -> tuple[int, str, int, int]:
+    """Returns the first four attributes of a `Report`."""
+    units = _units_of_buffers(schedule)
+    aligned = [-(-buffer.size_bytes // ALIGN_BYTES) * ALIGN_BYTES for buffer in schedule.buffers]
+    live, live_bytes, peak_bytes, peak_at = set[int](), 0, 0, ""
+    whole, whole_bytes, max_whole_units, max_whole_bytes = Counter[int](), 0, 0, 0
+    for op in schedule.ops:
         if isinstance(op, Free):
             live.discard(op.buffer)
-            live_bytes -= _aligned_bytes(schedule, op.buffer)
+            live_bytes -= aligned[op.buffer]
             whole_bytes -= _whole_bytes(schedule, op.buffer)
             for unit in units.get(op.buffer, ()):
                 whole[unit] -= 1
                 if not whole[unit]:
                     del whole[unit]
-        elif isinstance(op, Launch):
-            launches[op.collective] += 1
-            sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
-        elif isinstance(op, Local):
-            written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
-    return Report(
-        *peak, max_whole_units, max_whole_bytes, dict(launches), hidden_launches(schedule), dict(sent), dict(written)
-    )
-
-
-def _writes(op: Op) -> tuple[Region, ...]:
-    return op.writes if isinstance(op, (Compute, Launch, Local)) else ()
-
-
-def _aligned_bytes(schedule: Schedule, buffer: int) -> int:
-    return -(-schedule.buffers[buffer].size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        elif not isinstance(op, Deliver):
+            begun = {region.buffer for region in op.writes} - live
+            live |= begun
+            live_bytes += sum(aligned[buffer] for buffer in begun)
+            whole_bytes += sum(_whole_bytes(schedule, buffer) for buffer in begun)
+            whole.update(unit for buffer in begun for unit in units.get(buffer, ()))
+            if live_bytes > peak_bytes:
+                peak_bytes, peak_at = live_bytes, op.name
+            max_whole_units, max_whole_bytes = max(max_whole_units, len(whole)), max(max_whole_bytes, whole_bytes)
+    return peak_bytes, peak_at, max_whole_units, max_whole_bytes
 
 
 def _whole_bytes(schedule: Schedule, buffer: int) -> int:

@@ -6,8 +6,9 @@ All ranks do the same, so one rank stands for all: a value is "my own block of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 from ._program import Program, Weight
 from ._schedule import Collective
@@ -38,8 +39,7 @@ class Zero:
     """Zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(NamedTuple):
     """The block of a weight that belongs to `rank`, after casts through `dtypes`."""
 
     weight: int
@@ -51,8 +51,7 @@ class Param:
         return Param(self.weight, rank, self.dtypes)
 
 
-@dataclass(frozen=True, slots=True)
-class Grad:
+class Grad(NamedTuple):
     """The block of a weight's gradient that belongs to `rank`, after casts through `dtypes`.
 
     Attributes:
@@ -78,8 +77,7 @@ class Grad:
         return Grad(self.weight, rank, self.dtypes, self.uses, self.summed, self.divided, self.early, source)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The part of `content` that is this rank's over `axes`: sent by rank `source`, or summed over all if None."""
 
     content: Content
@@ -90,8 +88,7 @@ class Chunk:
 Value: TypeAlias = Nothing | Unknown | Zero | Param | Grad | Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """`numel` elements of a value, from its element `base` on."""
 
     value: Value
@@ -106,12 +103,13 @@ Content: TypeAlias = tuple[Piece, ...]
 def join(contents: Iterable[Content]) -> Content:
     """Puts contents one after another, with no piece that is empty and none that merely continues the one before."""
     pieces: list[Piece] = []
-    for piece in (piece for content in contents for piece in content if piece.numel):
-        last = pieces[-1] if pieces else None
-        if last and last.value == piece.value and piece.base == _next_base(last):
-            pieces[-1] = Piece(last.value, last.numel + piece.numel, last.base)
-        else:
-            pieces.append(piece)
+    for content in contents:
+        for piece in content:
+            last = pieces[-1] if pieces else None
+            if last and last.value == piece.value and piece.base == _next_base(last):
+                pieces[-1] = Piece(last.value, last.numel + piece.numel, last.base)
+            elif piece.numel:
+                pieces.append(piece)
     return tuple(pieces)
 
 
@@ -176,15 +174,16 @@ def _added(weights: Sequence[Weight], earlier: Piece, later: Piece) -> Piece:
     for value in (a, b):
         if value.summed != due or chain(*value.dtypes, weight.accum_dtype) != scattered_dtypes(weight, value.uses):
             raise WrongError(f"adds what is not the scattered gradient of {weight.name}: {value}")
-    alike = replace(a, uses=b.uses, dtypes=b.dtypes) == b and earlier.base == later.base
+    alike = a._replace(uses=b.uses, dtypes=b.dtypes) == b and earlier.base == later.base
     if not alike or a.uses[-1][-1:] >= b.uses[0][:1]:
         raise WrongError(f"adds gradients of {weight.name} that do not follow each other")
-    return replace(earlier, value=replace(a, uses=a.uses + b.uses, dtypes=(weight.accum_dtype,)))
+    return earlier._replace(value=a._replace(uses=a.uses + b.uses, dtypes=(weight.accum_dtype,)))
 
 
 # ------------------------------------------------------------------------------------------------------ what is right
 
 
+@cache
 def chain(*dtypes: str) -> tuple[str, ...]:
     """Returns the dtypes that a value passes through, without casts that change nothing."""
     return tuple(dtype for index, dtype in enumerate(dtypes) if index == 0 or dtype != dtypes[index - 1])
@@ -193,7 +192,7 @@ def chain(*dtypes: str) -> tuple[str, ...]:
 def cast(content: Content, dtype: str) -> Content:
     """Returns the content in another dtype."""
     return tuple(
-        Piece(replace(piece.value, dtypes=chain(*piece.value.dtypes, dtype)), piece.numel, piece.base)
+        Piece(piece.value._replace(dtypes=chain(*piece.value.dtypes, dtype)), piece.numel, piece.base)
         if isinstance(piece.value, (Param, Grad))
         else piece
         for piece in content
@@ -340,7 +339,7 @@ class Collectives:
             raise WrongError(f"sums gradient of weight {value.weight} over {axes}, which is not due")
         if value.dtypes[-1] != weight.reduce_dtype:
             raise WrongError(f"sums gradient of weight {value.weight} in {value.dtypes[-1]}, not {weight.reduce_dtype}")
-        return replace(value, summed=value.summed | set(axes))
+        return value._replace(summed=value.summed | set(axes))
 
 
 def _sent(piece: Piece, source: tuple[Axes, int]) -> Piece:

@@ -1,4 +1,4 @@
-"""A `Schedule` while it is written: a sequential program, whose waits are derived when it is complete.
+"""A `Schedule` while it is written: a sequential program, whose waits are derived as it grows.
 
 The planner says only what happens, in which order and on which stream. Which stream must wait for which follows from
 the regions that the ops touch, and is found here, once, for all of them.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
 
 from ._policy import Policy
 from ._program import Event, Program
@@ -43,9 +42,10 @@ class Draft:
         self._buffers: list[Buffer] = []
         self._slots: list[tuple[int, Literal["before", "after"], list[Op]]] = []
         self._shards: dict[int, Region] = {}
-        self._names: Counter[str] = Counter()
+        self._names: dict[str, int] = {}
         self._units = _labels([unit.name for unit in program.units])
         self._weights = _labels([weight.name for weight in program.weights])
+        self._waits = _Waits()
 
     def at(self, event: int, when: Literal["before", "after"]) -> None:
         """Says where the ops that follow belong."""
@@ -84,8 +84,9 @@ class Draft:
         return self._add(Buffer(self._unique(f"{kind} {of}"), kind, numel, dtype, stream, weight))
 
     def compute(self, event: Event, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        name = f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}"
-        self._issue(Compute(self._unique(name), index, tuple(reads), tuple(writes)))
+        name = self._unique(f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}")
+        waits = self._waits.before(name, "compute", reads, writes)
+        self._issue(Compute(name, index, tuple(reads), tuple(writes), waits))
 
     def launch(
         self,
@@ -96,8 +97,9 @@ class Draft:
         writes: Sequence[Region],
     ) -> None:
         """Issues collectives on the stream of the communicator's purpose, so that it is never on two."""
-        stream = communicator.purpose
-        self._issue(Launch(self._unique(name), collective, communicator, stream, tuple(reads), tuple(writes)))
+        name, stream = self._unique(name), communicator.purpose
+        waits = self._waits.before(name, stream, reads, writes)
+        self._issue(Launch(name, collective, communicator, stream, tuple(reads), tuple(writes), waits))
 
     def local(
         self,
@@ -111,21 +113,26 @@ class Draft:
         parts: int = 1,
         divisor: int = 1,
     ) -> None:
-        unique = self._unique(name)
-        self._issue(Local(unique, kind, stream, tuple(reads), tuple(writes), (), weights, parts, divisor))
+        name = self._unique(name)
+        waits = self._waits.before(name, stream, reads, writes)
+        self._issue(Local(name, kind, stream, tuple(reads), tuple(writes), waits, weights, parts, divisor))
 
     def free(self, region: Region) -> None:
         """Frees the region's buffer, on the buffer's own stream."""
         buffer = self._buffers[region.buffer]
-        self._issue(Free(f"free {buffer.name}", region.buffer, buffer.stream))
+        name = f"free {buffer.name}"
+        waits = self._waits.before_free(name, buffer.stream, region.buffer)
+        self._issue(Free(name, region.buffer, buffer.stream, waits))
 
     def deliver(self, weight: int, region: Region) -> None:
-        self._issue(Deliver(self._unique(f"deliver {self.weight(weight)}"), weight, region))
+        name = self._unique(f"deliver {self.weight(weight)}")
+        # Whoever gets a gradient may do anything with it: a write.
+        waits = self._waits.before(name, "compute", (), (region,))
+        self._issue(Deliver(name, weight, region, waits))
 
     def schedule(self) -> Schedule:
-        """Returns the schedule, with the waits that its order needs."""
-        ops = iter(derive_waits((op for _, _, ops in self._slots for op in ops), len(self._buffers)))
-        slots = (Slot(event, when, tuple(islice(ops, len(drafts)))) for event, when, drafts in self._slots if drafts)
+        """Returns the schedule."""
+        slots = (Slot(event, when, tuple(ops)) for event, when, ops in self._slots if ops)
         return Schedule(self.program, self.policy, tuple(self._buffers), tuple(slots))
 
     def _add(self, buffer: Buffer) -> Region:
@@ -136,8 +143,8 @@ class Draft:
         self._slots[-1][2].append(op)
 
     def _unique(self, name: str) -> str:
-        self._names[name] += 1
-        return name if self._names[name] == 1 else self._unique(f"{name}#{self._names[name]}")
+        count = self._names[name] = self._names.get(name, 0) + 1
+        return name if count == 1 else self._unique(f"{name}#{count}")
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -154,82 +161,71 @@ def _labels(names: Sequence[str]) -> list[str]:
 # waits, has waited already. Both are read off a vector clock: for each op, how many ops of every stream are known to
 # be complete when it is, itself included.
 
-Clock = dict[Stream, int]
+Clock = list[int]
+_LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
 
 
-def derive_waits(ops: Iterable[Op], num_buffers: int) -> list[Op]:
+def derive_waits(ops: Iterable[Op]) -> list[Op]:
     """Returns the ops with the fewest waits that order each after everything before it with which it conflicts."""
-    waits = _Waits(num_buffers)
-    return [waits.add(op) for op in ops]
+    waits = _Waits()
+    return [replace(op, waits=waits.of(op)) for op in ops]
 
 
-@dataclass(slots=True)
-class _Uses:
-    """The ops that have touched a buffer, by issue index."""
+class _Issued(NamedTuple):
+    """An op that was issued: its stream, as an index, and its clock."""
 
-    reads: list[tuple[Region, int]] = field(default_factory=list)
-    writes: list[tuple[Region, int]] = field(default_factory=list)
+    name: str
+    lane: int
+    clock: Clock
 
 
 class _Waits:
     """The ops so far, what they touch, and when."""
 
-    def __init__(self, num_buffers: int) -> None:
-        self._uses = [_Uses() for _ in range(num_buffers)]
-        self._ops: list[Op] = []
-        self._clocks: list[Clock] = []
-        self._last: defaultdict[Stream, Clock] = defaultdict(Clock)
+    def __init__(self) -> None:
+        self._issued: list[_Issued] = []
+        self._last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
+        self._uses: defaultdict[int, list[tuple[Region, bool, int]]] = defaultdict(list)
+        """By buffer: what was touched, whether it was written, and by which op."""
 
-    def add(self, op: Op) -> Op:
-        clock = Clock(self._last[op.stream])
-        waits: list[str] = []
+    def of(self, op: Op) -> tuple[str, ...]:
+        """Returns what an op has to wait for, which is issued now."""
+        match op:
+            case Free():
+                return self.before_free(op.name, op.stream, op.buffer)
+            case Deliver():
+                return self.before(op.name, op.stream, (), (op.region,))
+            case _:
+                return self.before(op.name, op.stream, op.reads, op.writes)
+
+    def before(self, name: str, stream: Stream, reads: Sequence[Region], writes: Sequence[Region]) -> tuple[str, ...]:
+        """Returns what an op has to wait for, which is issued now and reads and writes some regions."""
+        index, conflicts = len(self._issued), set[int]()
+        for regions, writing in ((reads, False), (writes, True)):
+            for region in regions:
+                uses = self._uses[region.buffer]
+                for other, written, user in uses:
+                    if (writing or written) and region.overlaps(other):
+                        conflicts.add(user)
+                if uses and uses[0][1]:
+                    conflicts.add(uses[0][2])  # it has begun the buffer
+                uses.append((region, writing, index))
+        return self._issue(name, stream, conflicts - {index})
+
+    def before_free(self, name: str, stream: Stream, buffer: int) -> tuple[str, ...]:
+        """Returns what a `Free` has to wait for, which is issued now."""
+        return self._issue(name, stream, {index for _, _, index in self._uses[buffer]})
+
+    def _issue(self, name: str, stream: Stream, conflicts: set[int]) -> tuple[str, ...]:
+        lane, waits = _LANES[stream], ()
+        clock = self._last[lane].copy()
         # The latest first: it may have waited for the others.
-        for index in sorted(self._conflicts(op), reverse=True):
-            other = self._ops[index]
-            if other.stream != op.stream and not self._covers(clock, index):
-                waits.append(other.name)
-                _merge(clock, self._clocks[index])
-        clock[op.stream] = clock.get(op.stream, 0) + 1
-        self._last[op.stream] = clock
-        found = tuple(reversed(waits))
-        self._ops.append(op if op.waits == found else replace(op, waits=found))
-        self._clocks.append(clock)
-        self._remember(op)
-        return self._ops[-1]
-
-    def _covers(self, clock: Clock, index: int) -> bool:
-        stream = self._ops[index].stream
-        return clock.get(stream, 0) >= self._clocks[index][stream]
-
-    def _conflicts(self, op: Op) -> set[int]:
-        if isinstance(op, Free):
-            uses = self._uses[op.buffer]
-            return {index for _, index in uses.reads + uses.writes}
-        reads, writes = _accesses(op)
-        found = {index for region in (*reads, *writes) for _, index in self._uses[region.buffer].writes[:1]}
-        for region in reads:
-            found |= {index for other, index in self._uses[region.buffer].writes if region.overlaps(other)}
-        for region in writes:
-            uses = self._uses[region.buffer]
-            found |= {index for other, index in uses.reads + uses.writes if region.overlaps(other)}
-        return found
-
-    def _remember(self, op: Op) -> None:
-        if isinstance(op, Free):
-            return
-        index = len(self._ops) - 1
-        reads, writes = _accesses(op)
-        for region in reads:
-            self._uses[region.buffer].reads.append((region, index))
-        for region in writes:
-            self._uses[region.buffer].writes.append((region, index))
-
-
-def _accesses(op: Compute | Launch | Local | Deliver) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-    """Returns what an op reads and writes. Whoever gets a gradient may do anything with it: a write."""
-    return ((), (op.region,)) if isinstance(op, Deliver) else (op.reads, op.writes)
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, count in other.items():
-        clock[stream] = max(clock.get(stream, 0), count)
+        for index in sorted(conflicts, reverse=True):
+            other = self._issued[index]
+            if clock[other.lane] < other.clock[other.lane] and other.lane != lane:
+                waits = (other.name, *waits)
+                clock = list(map(max, clock, other.clock))
+        clock[lane] += 1
+        self._last[lane] = clock
+        self._issued.append(_Issued(name, lane, clock))
+        return waits

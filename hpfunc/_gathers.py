@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ._draft import Draft
-from ._messages import gathered_messages, in_place, is_received_in_place
+from ._messages import in_place, is_received_in_place
 from ._program import COMPUTES
 from ._schedule import Communicator, Region, Stream
 from ._windows import Windows
@@ -24,11 +24,11 @@ class _Message:
 class Gathers:
     """Gathers units ahead of their use and releases them after it. See Note [The units near an event]."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, windows: Windows) -> None:
         self._draft = draft
         self._program = draft.program
         self._policy = draft.policy
-        self._windows = Windows(draft.program, draft.policy)
+        self._windows = windows
         self._wholes: dict[int, dict[int, Region]] = {}
         self._flying: dict[int, list[_Message]] = {}
         self._called: set[int] = set()
@@ -88,7 +88,7 @@ class Gathers:
         label = draft.unit(unit)
         weights = tuple(dict.fromkeys(program.units[unit].weights))
         cut = tuple(w for w in weights if program.weights[w].num_shards > 1)
-        buckets = gathered_messages(program, unit, self._policy)
+        buckets = self._windows.messages[unit]
         packed = {w for bucket in buckets if not is_received_in_place(program, bucket) for w in bucket}
         wholes = self._wholes[unit] = {
             w: self._whole(w, "compute" if w in packed else "gather")

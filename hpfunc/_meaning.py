@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 from ._contents import (
     OWN,
@@ -129,20 +128,25 @@ class _Run:
         return (Piece(Nothing(), buffer.numel),)
 
     def _read(self, region: Region) -> Content:
-        content = cut(self._memory[region.buffer], region.start, region.stop)
+        content = self._memory[region.buffer]
+        if region.numel != self._buffers[region.buffer].numel:
+            content = cut(content, region.start, region.stop)
         if any(isinstance(piece.value, Nothing) for piece in content):
             raise WrongError(f"reads elements of {self._buffers[region.buffer].name} that were never written")
         return content
 
     def _write(self, region: Region, content: Content) -> None:
         buffer = self._buffers[region.buffer]
-        if sum(piece.numel for piece in content) != region.numel:
-            raise WrongError(
-                f"writes {sum(piece.numel for piece in content)} elements into {region.numel} of {buffer.name}"
-            )
+        numel = 0
         for piece in content:
+            numel += piece.numel
             if isinstance(piece.value, (Param, Grad)) and piece.value.dtypes[-1] != buffer.dtype:
                 raise WrongError(f"writes {piece.value.dtypes[-1]} into {buffer.name}, which is {buffer.dtype}")
+        if numel != region.numel:
+            raise WrongError(f"writes {numel} elements into {region.numel} of {buffer.name}")
+        if numel == buffer.numel:
+            self._memory[region.buffer] = join([content])
+            return
         old = self._memory[region.buffer]
         after = cut(old, region.stop, buffer.numel)
         self._memory[region.buffer] = join([cut(old, 0, region.start), content, after])
@@ -230,7 +234,7 @@ class _Run:
         if not isinstance(value, Grad) or value.rank != OWN:
             raise WrongError(f"scales what is no block of a gradient: {value}")
         early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
-        return replace(piece, value=replace(value, divided=value.divided * divisor, early=early))
+        return piece._replace(value=value._replace(divided=value.divided * divisor, early=early))
 
     def _accumulated(self, op: Local, contents: list[Content]) -> list[Content]:
         """Returns sums of what came so far and one more: another order would have other bits."""
@@ -279,7 +283,7 @@ class _Run:
             if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
                 raise WrongError(f"does not read the whole gradient of {w.name}")
             dtypes = chain(*value.dtypes, self._dtype(op.writes[0]))
-            values.append(replace(value, dtypes=dtypes, divided=op.divisor, early=op.divisor > 1))
+            values.append(value._replace(dtypes=dtypes, divided=op.divisor, early=op.divisor > 1))
         if not weights or len(contents) != len(weights) or len({w.num_shards for w in weights}) > 1:
             raise WrongError("does not read one gradient for each of its weights")
         return packed(weights, values)

@@ -15,7 +15,7 @@ from ._policy import PACK_BELOW_BYTES, Policy
 from ._program import COMPUTES, Program
 from ._reductions import Reductions
 from ._schedule import Schedule
-from ._windows import check_policy
+from ._windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     """
     if policy.pack_below_bytes is None:
         policy = replace(policy, pack_below_bytes=PACK_BELOW_BYTES)
-    check_policy(program, policy)
+    windows = Windows(program, policy)
+    windows.check_budget()
     draft = Draft(program, policy, ordered_sums=traits.ordered_sums)
-    gathers = Gathers(draft)
+    gathers = Gathers(draft, windows)
     reductions = Reductions(draft)
     for index, event in enumerate(program.events):
         draft.at(index, "before")

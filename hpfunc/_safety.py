@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
 
 from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
 
@@ -17,13 +18,18 @@ from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedu
 Problem = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """An access of an op to a region."""
+Clock = list[int]
+_LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
+
+
+class _Use(NamedTuple):
+    """An access of an op to a region: the op is number `position` of stream `lane`."""
 
     region: Region
     op: Op
     writes: bool
+    lane: int
+    position: int
 
 
 @dataclass(slots=True)
@@ -41,11 +47,12 @@ def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
     clocks = _clocks(schedule)
     lives = [_Life() for _ in schedule.buffers]
     for op in schedule.ops:
-        for use in _uses(schedule, op):
+        clock = clocks[op.name]
+        for use in _uses(schedule, op, clock):
             life = lives[use.region.buffer]
             for text in _misuse(schedule, use, life):
                 yield op.name, text
-            for earlier in _races(use, life, clocks):
+            for earlier in _races(use, life, clock):
                 name = schedule.name(use.region)
                 yield op.name, f"uses {name}, but is not ordered after {earlier.name}"
             _record(use, life)
@@ -56,23 +63,17 @@ def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
             yield buffer.name, "this buffer is neither freed nor delivered"
 
 
-Clock = dict[Stream, int]
-
-
 def _clocks(schedule: Schedule) -> dict[str, Clock]:
     clocks: dict[str, Clock] = {}
-    last: dict[Stream, Clock] = {}
+    last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
     for op in schedule.ops:
-        clock = Clock(last.get(op.stream, {}))
-        for other in (clocks[name] for name in op.waits):
-            clock.update({stream: position for stream, position in other.items() if position > clock.get(stream, 0)})
-        clock[op.stream] = clock.get(op.stream, 0) + 1
-        clocks[op.name] = last[op.stream] = clock
+        lane = _LANES[op.stream]
+        clock = last[lane].copy()
+        for name in op.waits:
+            clock = list(map(max, clock, clocks[name]))
+        clock[lane] += 1
+        clocks[op.name] = last[lane] = clock
     return clocks
-
-
-def _happens_before(earlier: Op, later: Op, clocks: dict[str, Clock]) -> bool:
-    return clocks[later.name].get(earlier.stream, 0) >= clocks[earlier.name][earlier.stream]
 
 
 def hidden_launches(schedule: Schedule) -> int:
@@ -83,20 +84,23 @@ def hidden_launches(schedule: Schedule) -> int:
         if isinstance(op, Launch):
             waiting.append(op)
         elif isinstance(op, Compute):
-            count += sum(not _happens_before(launch, op, clocks) for launch in waiting)
+            clock, lanes = clocks[op.name], [(launch.name, _LANES[launch.stream]) for launch in waiting]
+            count += sum(clock[lane] < clocks[name][lane] for name, lane in lanes)
             waiting = []
     return count
 
 
-def _uses(schedule: Schedule, op: Op) -> list[_Use]:
+def _uses(schedule: Schedule, op: Op, clock: Clock) -> list[_Use]:
+    lane = _LANES[op.stream]
     match op:
         case Free():
-            return [_Use(Region(op.buffer, 0, schedule.buffers[op.buffer].numel), op, True)]
+            region = Region(op.buffer, 0, schedule.buffers[op.buffer].numel)
+            return [_Use(region, op, True, lane, clock[lane])]
         case Deliver():
-            return [_Use(op.region, op, True)]
+            return [_Use(op.region, op, True, lane, clock[lane])]
         case _:
-            reads = [_Use(region, op, False) for region in op.reads]
-            return reads + [_Use(region, op, True) for region in op.writes]
+            reads = [_Use(region, op, False, lane, clock[lane]) for region in op.reads]
+            return reads + [_Use(region, op, True, lane, clock[lane]) for region in op.writes]
 
 
 def _misuse(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
@@ -112,12 +116,18 @@ def _misuse(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
         if isinstance(op, Free) or use.region.overlaps(given.region):
             yield f"uses {schedule.name(use.region)} after {given.op.name}"
             break
-    if not life.born and use.writes and isinstance(op, (Free, Deliver)):
+    if use.writes:
+        yield from _miswrite(schedule, use, life)
+
+
+def _miswrite(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
+    op, buffer = use.op, schedule.buffers[use.region.buffer]
+    if not life.born and isinstance(op, (Free, Deliver)):
         yield f"gives {buffer.name} away, which nobody has written"
-    elif (isinstance(op, Free) or (use.writes and not life.born)) and op.stream != buffer.stream:
+    elif (isinstance(op, Free) or not life.born) and op.stream != buffer.stream:
         verb = "frees" if isinstance(op, Free) else "begins"
         yield f"{verb} {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
-    if isinstance(op, (Compute, Launch, Local)) and use.writes and not _in_place(op):
+    if isinstance(op, (Compute, Launch, Local)) and not _in_place(op):
         same = isinstance(op, Local) and op.kind == "accumulate"  # may add to one of its reads
         others = (region for region in op.reads if region.overlaps(use.region) and not (same and region == use.region))
         if any(others) or sum(region.overlaps(use.region) for region in op.writes) > 1:
@@ -128,14 +138,14 @@ def _in_place(op: Compute | Launch | Local) -> bool:
     return (isinstance(op, Launch) and op.collective == "all_reduce") or (isinstance(op, Local) and op.kind == "scale")
 
 
-def _races(use: _Use, life: _Life, clocks: dict[str, Clock]) -> list[Op]:
-    """Returns the earlier ops that conflict with a use and do not happen before it."""
+def _races(use: _Use, life: _Life, clock: Clock) -> list[Op]:
+    """Returns the earlier ops that conflict with a use and do not happen before it, as the clock of its op says."""
     found: dict[str, Op] = {}
-    for other in life.uses:
-        conflict = other.op is life.born or isinstance(use.op, Free)
-        conflict |= (use.writes or other.writes) and use.region.overlaps(other.region)
-        if conflict and other.op is not use.op and not _happens_before(other.op, use.op, clocks):
-            found[other.op.name] = other.op
+    for region, op, writes, lane, position in life.uses:
+        if clock[lane] >= position:
+            continue  # happens before, or is the same op
+        if op is life.born or isinstance(use.op, Free) or ((use.writes or writes) and use.region.overlaps(region)):
+            found[op.name] = op
     return list(found.values())
 
 

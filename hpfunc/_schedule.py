@@ -12,7 +12,8 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import cache
+from typing import Literal, NamedTuple, TypeAlias
 
 from ._policy import Policy
 from ._program import Program
@@ -27,6 +28,7 @@ BufferKind = Literal["shard", "send", "gathered", "whole", "gradient", "staging"
 ALIGN_BYTES = 512
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Returns the bytes of one element; the first number in a dtype's name is its bits.
 
@@ -62,8 +64,7 @@ class Buffer:
         return self.numel * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Elements ``start`` to ``stop`` of a buffer (an index into `Schedule.buffers`)."""
 
     buffer: int

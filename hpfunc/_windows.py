@@ -30,19 +30,33 @@ from ._schedule import itemsize
 
 
 class Windows:
-    """See Note [The units near an event]."""
+    """See Note [The units near an event].
+
+    Attributes:
+        releases: when the whole weights of each unit are dropped.
+        messages: the weights of each message in which a unit is gathered, by unit.
+    """
 
     def __init__(self, program: Program, policy: Policy) -> None:
         self._program, self._policy = program, policy
         self.releases: tuple[Release, ...] = tuple(_release(program, policy, u) for u in range(len(program.units)))
-        self._costs = [0 if self.is_in_place(u) else _cost(program, policy, u) for u in range(len(program.units))]
+        self._in_place = [all(in_place(program.weights[w]) for w in unit.weights) for unit in program.units]
+        self.messages = [gathered_messages(program, u, policy) for u in range(len(program.units))]
+        self._costs = [0 if self.is_in_place(u) else self._cost(u) for u in range(len(program.units))]
         self._reserved = sum(cost for u, cost in enumerate(self._costs) if self.releases[u] != "forward")
         self._budget = policy.gather_budget_bytes - self._reserved
         self.near = cache(self._near)
 
     def is_in_place(self, unit: int) -> bool:
         """Returns whether a unit needs no gather."""
-        return all(in_place(self._program.weights[w]) for w in self._program.units[unit].weights)
+        return self._in_place[unit]
+
+    def _cost(self, unit: int) -> int:
+        """Returns the bytes of a unit's whole weights, and of the messages out of which they are unpacked."""
+        weights = self._program.weights
+        wholes = [w for w in dict.fromkeys(self._program.units[unit].weights) if not in_place(weights[w])]
+        packed = [w for m in self.messages[unit] if not is_received_in_place(self._program, m) for w in m]
+        return sum(weights[w].whole_numel * itemsize(weights[w].dtype) for w in [*wholes, *packed])
 
     def is_last_of_backward(self, unit: int, event: int) -> bool:
         """Returns whether a unit is not used between an event and the end of the backward that it belongs to."""
@@ -105,15 +119,6 @@ def _release(program: Program, policy: Policy, unit: int) -> Release:
 
 def _overrides(policy: Policy) -> tuple[tuple[str, Release], ...]:
     return cast(tuple[tuple[str, Release], ...], policy.release_overrides)  # a policy makes them so
-
-
-def _cost(program: Program, policy: Policy, unit: int) -> int:
-    """Returns the bytes of a unit's whole weights, and of the messages out of which they are unpacked."""
-    weights = program.weights
-    wholes = [w for w in dict.fromkeys(program.units[unit].weights) if not in_place(weights[w])]
-    buckets = gathered_messages(program, unit, policy)
-    packed = [w for bucket in buckets if not is_received_in_place(program, bucket) for w in bucket]
-    return sum(weights[w].whole_numel * itemsize(weights[w].dtype) for w in [*wholes, *packed])
 
 
 def check_policy(program: Program, policy: Policy) -> None:

@@ -36,7 +36,7 @@ def flat(schedule: Schedule) -> list[tuple[int, Op]]:
 def rebuilt(schedule: Schedule, ops: Iterable[tuple[int, Op]], *, waits: bool = False) -> Schedule:
     """Returns the schedule with other ops; with the waits that their order needs if `waits`, else with their own."""
     ops = list(ops)
-    listed = derive_waits((op for _, op in ops), len(schedule.buffers)) if waits else [op for _, op in ops]
+    listed = derive_waits(op for _, op in ops) if waits else [op for _, op in ops]
     by_slot: dict[int, list[Op]] = {index: [] for index in range(len(schedule.slots))}
     for (index, _), op in zip(ops, listed, strict=True):
         by_slot[index].append(op)
@@ -154,7 +154,7 @@ def other_region(rng: Random, schedule: Schedule, region: Region) -> Region:
         shift = rng.choice([-8, -1, 1, 4, 128])
         return Region(region.buffer, region.start + shift, region.stop + shift)
     fitting = [index for index, buffer in enumerate(schedule.buffers) if buffer.numel >= region.stop]
-    return replace(region, buffer=rng.choice(fitting))
+    return region._replace(buffer=rng.choice(fitting))
 
 
 def share_buffer(rng: Random, schedule: Schedule) -> Schedule | None:
@@ -172,7 +172,7 @@ def share_buffer(rng: Random, schedule: Schedule) -> Schedule | None:
 
 def renamed(op: Op, old: int, new: int) -> Op:
     def at(region: Region) -> Region:
-        return replace(region, buffer=new) if region.buffer == old else region
+        return region._replace(buffer=new) if region.buffer == old else region
 
     if isinstance(op, Free):
         return replace(op, buffer=new) if op.buffer == old else op

@@ -112,7 +112,7 @@ MALFORMED: dict[str, Callable[[], Schedule]] = {
     "deliver w1: names buffer 99, which does not exist": lambda: changed(TWO, "deliver w1", region=Region(99, 0, 1)),
     "deliver w1: names weight 9, which does not exist": lambda: changed(TWO, "deliver w1", weight=9),
     "deliver w1: reaches beyond its buffer: reduce layer1[1:1025]": lambda: changed(
-        TWO, "deliver w1", region=replace(buffer(TWO, "reduce layer1"), start=1, stop=1025)
+        TWO, "deliver w1", region=buffer(TWO, "reduce layer1")._replace(start=1, stop=1025)
     ),
     "gather layer0: all_to_all over 4 ranks from shard w0 into whole w0 cannot be": lambda: changed(
         TWO, "gather layer0", collective="all_to_all"

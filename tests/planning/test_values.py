@@ -40,7 +40,7 @@ def test_a_policy_refuses_what_is_out_of_range(fields: dict[str, Any], text: str
 def test_values_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         Policy().prefetch = 2  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         Region(0, 0, 1).start = 1  # type: ignore[misc]
 
 
