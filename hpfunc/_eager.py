@@ -42,10 +42,10 @@ class Eager:
         """See `Driver`."""
         self._gather(use, use.backward_index)
 
-    def wholes(self, use: Use) -> list[Tensor]:
+    def whole(self, use: Use, index: int) -> Tensor:
         """See `Driver`."""
         found = self._wholes.get(id(use))
-        return found if found is not None else [self.session.gather(w) for w in use.weights]
+        return found[index] if found is not None else self.session.gather(use.weights[index])
 
     def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
         """See `Driver`."""

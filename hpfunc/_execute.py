@@ -101,7 +101,7 @@ class Planned:
     def before_forward(self, use: Use) -> list[Tensor]:
         """See `Driver`."""
         self._begin(use.index)
-        return self._wholes(use, use.index)
+        return [self._whole(use, use.index, index) for index in range(len(use.weights))]
 
     def after_forward(self, use: Use) -> None:
         """See `Driver`."""
@@ -111,9 +111,9 @@ class Planned:
         """See `Driver`."""
         self._begin(use.backward_index)
 
-    def wholes(self, use: Use) -> list[Tensor]:
+    def whole(self, use: Use, index: int) -> Tensor:
         """See `Driver`."""
-        return self._wholes(use, use.index if use.backward_index < 0 else use.backward_index)
+        return self._whole(use, use.index if use.backward_index < 0 else use.backward_index, index)
 
     def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
         """See `Driver`."""
@@ -190,16 +190,13 @@ class Planned:
             self.streams.wait(self.pending[i], self.session.control.poll)
 
     # --- memory -----------------------------------------------------------------------------------------------------
-    def _wholes(self, use: Use, event: int) -> list[Tensor]:
+    def _whole(self, use: Use, event: int, index: int) -> Tensor:
         compute = self.prepared.ops[self.prepared.compute[event]]
         assert isinstance(compute, Compute)
-        found = []
-        for region, array, weight in zip(compute.reads, use.arrays, use.weights, strict=True):
-            if self.schedule.buffers[region.buffer].kind == "shard":
-                found.append(self.backend.detach(array._value))
-            else:
-                found.append(whole_view(self._flat(region), self._gather(weight), self.coordinate))
-        return found
+        region = compute.reads[index]
+        if self.schedule.buffers[region.buffer].kind == "shard":
+            return self.backend.detach(use.arrays[index]._value)
+        return whole_view(self._flat(region), self._gather(use.weights[index]), self.coordinate)
 
     def _array(self, weight: int) -> Any:
         record = self.schedule.program.weights[weight]

@@ -56,8 +56,8 @@ class Driver(Protocol):
         """The backward of a use begins."""
         ...
 
-    def wholes(self, use: Use) -> list[Tensor]:
-        """Returns the whole weights of a use whose backward has begun."""
+    def whole(self, use: Use, index: int) -> Tensor:
+        """Returns one of the whole weights of a use whose backward has begun."""
         ...
 
     def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
@@ -149,9 +149,9 @@ class Use:
             self.run.expect(self)
         self.session.driver.after_forward(self)
 
-    def wholes(self) -> list[Tensor]:
-        """Returns the whole weights again."""
-        return self.session.driver.wholes(self)
+    def whole(self, index: int) -> Tensor:
+        """See `UnitUse`."""
+        return self.session.driver.whole(self, index)
 
     def before_recompute(self) -> list[Tensor]:
         """See `UnitUse`."""

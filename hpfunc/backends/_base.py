@@ -110,8 +110,8 @@ class UnitUse(Protocol):
         """Returns the whole weights."""
         ...
 
-    def wholes(self) -> list[Tensor]:
-        """Returns the whole weights again, in backward."""
+    def whole(self, index: int) -> Tensor:
+        """Returns one of the whole weights again, in backward."""
         ...
 
     def before_recompute(self) -> list[Tensor]:

@@ -98,7 +98,7 @@ class Call:
 
     def wholes_again(self) -> list[Tensor]:
         """Returns the whole weights of the moment, for a computation that saves what the first one saved."""
-        wholes = [self.tape.bridge.give(whole) for whole in self.use.wholes()]
+        wholes = [self.tape.bridge.give(self.use.whole(i)) for i in range(len(self.use.names))]
         for whole, trains in zip(wholes, self.use.trainable, strict=True):
             if trains:
                 whole.requires_grad_()
@@ -139,7 +139,7 @@ def _release_hooks(call: Call) -> tuple[Callable[[Tensor], Any], Callable[[Any],
         return ops.stop_gradient(tensor)
 
     def unpack(saved: Any) -> Tensor:
-        return give(use.wholes()[saved]) if isinstance(saved, int) else saved
+        return give(use.whole(saved)) if isinstance(saved, int) else saved
 
     return pack, unpack
 

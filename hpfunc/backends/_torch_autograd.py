@@ -107,10 +107,9 @@ class _Outliving:
 
     def fill(self, use: UnitUse) -> None:
         """Gives them the whole weights of the moment."""
-        wholes = use.wholes() if self.refs else []
         for i, ref in self.refs:
             if (weight := ref()) is not None:
-                weight.data = wholes[i]
+                weight.data = use.whole(i)
 
 
 class _Linear(torch.autograd.Function):
@@ -221,7 +220,7 @@ def _forgetting(
 
 
 def _detached(use: UnitUse) -> tuple[list[Tensor], list[Tensor]]:
-    wholes = use.wholes()
+    wholes = [use.whole(i) for i in range(len(use.names))]
     return wholes, [w.detach().requires_grad_(trains) for w, trains in zip(wholes, use.trainable, strict=True)]
 
 
@@ -327,6 +326,6 @@ def _release_hooks(use: UnitUse, wholes: Sequence[Tensor]) -> tuple[Callable[[Te
         if len(saved) == 1:
             return enclosing[1](saved[0])
         index, shape, stride, offset = saved
-        return use.wholes()[index].as_strided(shape, stride, offset)
+        return use.whole(index).as_strided(shape, stride, offset)
 
     return pack, unpack
