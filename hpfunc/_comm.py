@@ -10,7 +10,7 @@ from . import backends
 from ._agree import control
 from ._layout import Gather
 from ._mesh import Mesh
-from ._move import block_numel, local_view, pack_gradient, pack_shard, unpack_whole, whole_view
+from ._move import block_numel, gradient_copy, local_view, shard_copy, whole_copy, whole_view
 from .backends._base import Backend, Purpose
 
 Tensor = Any
@@ -147,14 +147,14 @@ def gather_whole(local: Tensor, gather: Gather, purpose: Purpose, dtype: str | N
     block = local
     if not gather.layout.is_even or dtype not in (None, held) or channel.size == 1:
         block = backend.empty((block_numel(gather),), dtype or held, device)
-        pack_shard(backend, block, local, gather)
+        backend.copy(*shard_copy(backend, block, local, gather))
     if channel.size == 1:
         return whole_view(block, gather, mesh.coordinate)
     blocks = channel.all_gather(block).reshape((channel.size, -1))
     if gather.is_direct:
         return whole_view(blocks.reshape(-1), gather, mesh.coordinate)
     padded = backend.empty((gather.padded_numel,), dtype or held, device)
-    unpack_whole(backend, padded, blocks, gather)
+    backend.copy(*whole_copy(padded, blocks, gather))
     return whole_view(padded, gather, mesh.coordinate)
 
 
@@ -166,7 +166,8 @@ def scatter_whole(whole: Tensor, gather: Gather, purpose: Purpose, dtype: str, d
     channel = comm(gather.layout.mesh, gather.axes, purpose)
     backend = channel.backend
     part = backend.empty((channel.size, block_numel(gather)), dtype, backend.device_of(whole))
-    pack_gradient(backend, part, backend.detach(whole), gather, divisor if dtype == "float16" else 1)
+    early = divisor if dtype == "float16" else 1
+    backend.copy(*gradient_copy(backend, part, backend.detach(whole), gather, early))
     return channel.reduce_scatter(part) if channel.size > 1 else part.reshape(-1)
 
 

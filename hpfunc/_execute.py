@@ -10,7 +10,7 @@ from typing import Any
 from ._layout import Gather
 from ._leaving import to_finish, touched
 from ._meaning import scattered
-from ._move import local_view, pack_gradient, pack_shard, unpack_whole, whole_view
+from ._move import Copy, gradient_copy, local_view, shard_copy, whole_copy, whole_view
 from ._run import Session, Use
 from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 from ._timeline import Timeline, current_timeline
@@ -257,10 +257,12 @@ class Planned:
 
     def _pack_shards(self, op: Local) -> None:
         message, start = self._flat(op.writes[0]), 0
+        copies: list[Copy] = []
         for weight, region in zip(op.weights, op.reads, strict=True):
-            stop = start + self.schedule.program.weights[weight].block_numel
-            pack_shard(self.backend, message[start:stop], self._shard(region), self._gather(weight))
-            start = stop
+            block = message[start : start + self.schedule.program.weights[weight].block_numel]
+            copies.append(shard_copy(self.backend, block, self._shard(region), self._gather(weight)))
+            start += block.shape[0]
+        self.backend.copy_all(copies)
 
     def _parts(self, op: Local, message: Tensor) -> list[Tensor]:
         """Returns the columns of each weight in a message of one row for each rank."""
@@ -274,14 +276,16 @@ class Planned:
 
     def _unpack_wholes(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.reads[0]))
-        for weight, part, region in zip(op.weights, parts, op.writes, strict=True):
-            unpack_whole(self.backend, self._flat(region), part, self._gather(weight))
+        pieces = zip(op.weights, parts, op.writes, strict=True)
+        self.backend.copy_all([whole_copy(self._flat(r), part, self._gather(w)) for w, part, r in pieces])
 
     def _pack_gradients(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.writes[0]))
+        copies: list[Copy] = []
         for weight, part, region in zip(op.weights, parts, op.reads, strict=True):
             gradient = self.backend.detach(self.buffers[region.buffer])
-            pack_gradient(self.backend, part, gradient, self._gather(weight), op.divisor)
+            copies.append(gradient_copy(self.backend, part, gradient, self._gather(weight), op.divisor))
+        self.backend.copy_all(copies)
 
     def _accumulate(self, op: Local) -> None:
         if op.weights:
@@ -310,18 +314,20 @@ class Planned:
             self.backend.sum_parts(self._flat(target), [rows[i] for i in range(op.parts)])
 
     def _copy(self, op: Local) -> None:
-        for source, target in zip(op.reads, op.writes, strict=True):
-            buffer = self.schedule.buffers[source.buffer]
+        copies: list[Copy] = []
+        for source, region in zip(op.reads, op.writes, strict=True):
+            buffer, target = self.schedule.buffers[source.buffer], self._flat(region)
             if buffer.kind == "shard":
                 assert buffer.weight is not None
-                pack_shard(self.backend, self._flat(target), self._shard(source), self._gather(buffer.weight))
+                copies.append(shard_copy(self.backend, target, self._shard(source), self._gather(buffer.weight)))
             elif buffer.kind == "gradient":
                 assert buffer.weight is not None
-                gather = self._gather(buffer.weight)
                 gradient = self.backend.detach(self.buffers[source.buffer])
-                pack_gradient(self.backend, self._flat(target).reshape((1, -1)), gradient, gather)
+                part = target.reshape((1, -1))
+                copies.append(gradient_copy(self.backend, part, gradient, self._gather(buffer.weight)))
             else:
-                self.backend.copy(self._flat(target), self._flat(source))
+                copies.append((target, self._flat(source)))
+        self.backend.copy_all(copies)
 
     def _scale(self, op: Local) -> None:
         for region in op.writes:

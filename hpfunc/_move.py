@@ -12,10 +12,12 @@ from ._layout import Coordinate, Gather
 from .backends import Backend
 
 Tensor = Any
+Copy = tuple[Tensor, Tensor]
+"""A view to write into, and what is to be written: see `Backend.copy_all`."""
 
 
-def pack_shard(backend: Backend, block: Tensor, local: Tensor, gather: Gather) -> None:
-    """Writes a shard into a flat block of a message; what a short shard leaves is zeroed.
+def shard_copy(backend: Backend, block: Tensor, local: Tensor, gather: Gather) -> Copy:
+    """Returns how a shard gets into a flat block of a message; zeroes what a short shard leaves.
 
     Shapes: block (block_numel,), local `gather.layout.local_shape` (further dims may follow both).
     """
@@ -24,7 +26,7 @@ def pack_shard(backend: Backend, block: Tensor, local: Tensor, gather: Gather) -
     if tuple(local.shape[: len(shape)]) != shape:
         backend.fill(block, 0.0)
         target = target[tuple(slice(0, n) for n in local.shape)]
-    backend.copy(target, local)
+    return target, local
 
 
 def whole_view(padded: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
@@ -41,27 +43,26 @@ def local_view(block: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
     return full if shape == gather.layout.block_shape else full[tuple(slice(0, n) for n in shape)]
 
 
-def unpack_whole(backend: Backend, padded: Tensor, part: Tensor, gather: Gather) -> None:
-    """Writes gathered blocks into a flat whole buffer.
+def whole_copy(padded: Tensor, part: Tensor, gather: Gather) -> Copy:
+    """Returns how gathered blocks get into a flat whole buffer.
 
     Shapes: part (ranks, block_numel), a view of a message; padded (padded_numel,).
     """
     blocks = part.reshape(gather.split_shape) if part.is_contiguous() else part.view(gather.split_shape)
-    backend.copy(padded.reshape(gather.joined_shape), blocks.permute(gather.order))
+    return padded.reshape(gather.joined_shape), blocks.permute(gather.order)
 
 
-def pack_gradient(backend: Backend, part: Tensor, gradient: Tensor, gather: Gather, divisor: int = 1) -> None:
-    """Writes a whole gradient, cut into blocks, into a message; padding is zeroed.
+def gradient_copy(backend: Backend, part: Tensor, gradient: Tensor, gather: Gather, divisor: int = 1) -> Copy:
+    """Returns how a whole gradient, cut into blocks, gets into a message; divides it and pads it with zeros first.
 
     Shapes: part (ranks, block_numel), a view of a message; gradient `whole_shape`.
     """
     blocks = part.view(gather.split_shape).permute(gather.order)
-    if tuple(gradient.shape) == gather.padded_shape:
-        backend.copy(blocks, gradient.reshape(gather.joined_shape), divisor)
-        return
+    if tuple(gradient.shape) == gather.padded_shape and divisor == 1:
+        return blocks, gradient.reshape(gather.joined_shape)
     padded = backend.empty(gather.padded_shape, backend.dtype_name(part), backend.device_of(part), zero=True)
     backend.copy(padded[tuple(slice(0, n) for n in gradient.shape)], gradient, divisor)
-    backend.copy(blocks, padded.reshape(gather.joined_shape))
+    return blocks, padded.reshape(gather.joined_shape)
 
 
 def block_numel(gather: Gather) -> int:

@@ -82,6 +82,8 @@ class Copies(TorchDispatchMode):
         is_copy = name in ("copy_", "cat", "clone", "contiguous", "_to_copy", "stack")
         if is_copy and isinstance(out, torch.Tensor) and out.numel() >= self.numel:
             self.found.append(f"{name} of {tuple(out.shape)}")
+        if name == "_foreach_copy_":
+            self.found += [f"{name} of {tuple(x.shape)}" for x in args[0] if x.numel() >= self.numel]
         return out
 
 

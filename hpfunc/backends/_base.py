@@ -256,6 +256,10 @@ class Memory(Protocol):
         """Writes ``source / divisor`` into `target`, cast; counts the bytes."""
         ...
 
+    def copy_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Writes each second tensor into the first, cast, in as few operators as may be; counts the bytes."""
+        ...
+
     def fill(self, target: Tensor, value: float) -> None:
         """Writes one value everywhere."""
         ...

@@ -188,6 +188,10 @@ class MindSporeAscend(MindSporeDifferentiation):
         target.copy_(source if divisor == 1 else mint.div(source, divisor))
         self.counters.bytes_copied += target.nbytes
 
+    def copy_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in copies:
+            self.copy(target, source)
+
     def fill(self, target: Tensor, value: float) -> None:
         floating = self.is_floating(self.dtype_name(target))
         target.fill_(value if floating or value == value else 0)  # noqa: PLR0124 - an integer has no NaN

@@ -15,6 +15,7 @@ queued operators read is safe: they hold it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -101,6 +102,9 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
 
     def copy(self, target: torch.Tensor, source: Tensor, divisor: int = 1) -> None:
         super().copy(target, hold(source), divisor)
+
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, Tensor]]) -> None:
+        super().copy_all([(target, hold(source)) for target, source in copies])
 
     def fill(self, target: torch.Tensor, value: float) -> None:
         executor.sync()  # see Note [Queued operators]

@@ -278,6 +278,11 @@ class TorchBackend:
             target.copy_(source if divisor == 1 else source / divisor)
         self.counters.bytes_copied += target.nbytes
 
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+        self.counters.bytes_copied += sum(target.nbytes for target, _ in copies)
+
     def fill(self, target: torch.Tensor, value: float) -> None:
         if math.isnan(value) and not target.is_floating_point():  # the poison of an integer, which has no NaN
             value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min
