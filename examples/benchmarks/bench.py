@@ -22,6 +22,7 @@ import timeit
 from pathlib import Path
 from typing import Any
 
+import experiments
 import host_time
 import ideal
 import measure
@@ -122,11 +123,24 @@ def minimal_bytes(case: Case) -> float:
     return messages * model.whole_bytes / model.num_blocks * (size - 1) / size
 
 
+def run_experiments(shaped: bool, options: list[str], record: dict[str, Any], out: Path) -> tuple[str, list[Verdict]]:
+    """Measures case (s) and draws its picture; returns its text and its targets."""
+    network = experiments.NETWORK if shaped else "loopback"
+    record["experiments"] = launch(4, network, "experiments.py", *options)
+    founds = {length: measure.Results.of(found) for length, found in record["experiments"].items()}
+    experiments.plot(founds, out / "experiments.png")
+    here = experiments.verdicts(founds)
+    parts = ["## (s) Packing, prefetch, copies", experiments.section(founds), report.verdict_table(here)]
+    if not shaped:
+        parts.insert(1, "Over loopback, because no network could be shaped.")
+    return "\n\n".join(parts), here
+
+
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cases", default=",".join([*CASES, "h"]), help="with commas between them; default: all")
+    add("--cases", default=",".join([*CASES, "h", "s"]), help="with commas between them; default: all")
     add("--repetitions", type=int, help="rounds over all variants")
     add("--max-foreign", type=float, default=0.06, help="share of the machine that others may use in a repetition")
     add("--out", type=Path, default=HERE / "results", help="folder for the results")
@@ -136,6 +150,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measures, writes the files and prints the tables."""
     args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
     reason = can_shape()
     if reason:
         print(f"No network can be shaped here ({reason}): all ranks talk over loopback, which hides nothing.")
@@ -167,7 +182,12 @@ def main() -> None:
         verdicts += here
         sections.append(f"## (h) Host time\n\n{host_time.table_of(record['host'])}\n\n{report.verdict_table(here)}")
         print(sections[-1], flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
+    if "s" in keys:
+        print("(s) packing, prefetch, copies ...", flush=True)
+        text, here = run_experiments(not reason, options, record, args.out)
+        verdicts += here
+        sections.append(text)
+        print(text, flush=True)
     record["seconds"] = time.monotonic() - begin
     for found in founds.values():
         del found["schedules"]  # long, and made again by any run

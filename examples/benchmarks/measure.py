@@ -12,6 +12,7 @@ import os
 import resource
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Step = Callable[[], Any]
+Step = Callable[[], Mapping[str, float] | None]
+"""Takes a step; may return quantities of it, as the seconds of its phases."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_CORES = os.cpu_count() or 1
 
@@ -42,12 +44,18 @@ class Repetition:
         cpu_s: processor time of a rank, its communication threads included; the mean over ranks.
         sent_bytes: bytes that this rank's network device sent, headers included.
         foreign: share of the machine's processor time that went to anybody but the ranks.
+        phases: the quantities that the step returned, each on the rank where it is largest.
     """
 
     time_s: float
     cpu_s: float
     sent_bytes: float
     foreign: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def value(self, quantity: str) -> float:
+        """Returns an attribute or a phase by its name."""
+        return self.phases[quantity] if quantity in self.phases else getattr(self, quantity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +94,14 @@ class Results:
         return not any(map(self._is_quiet, self.repetitions[name]))
 
     def median(self, name: str, quantity: str) -> float:
-        """Returns the median of an attribute of `Repetition`."""
-        return statistics.median(getattr(r, quantity) for r in self.quiet(name))
+        """Returns the median of an attribute or a phase of `Repetition`."""
+        return statistics.median(r.value(quantity) for r in self.quiet(name))
 
-    def ratios(self, name: str, base: str) -> list[float]:
-        """Returns the step times of a variant as multiples of another's, side by side, smallest first."""
+    def ratios(self, name: str, base: str, quantity: str = "time_s") -> list[float]:
+        """Returns the step times (or another quantity) as multiples of another variant's, paired, smallest first."""
         pairs = list(zip(self.repetitions[name], self.repetitions[base], strict=True))
         quiet = [(a, b) for a, b in pairs if self._is_quiet(a) and self._is_quiet(b)]
-        return sorted(a.time_s / b.time_s for a, b in quiet or pairs)
+        return sorted(a.value(quantity) / b.value(quantity) for a, b in quiet or pairs)
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Results:
@@ -144,8 +152,9 @@ def _repetition(step: Step, num_steps: int) -> Repetition:
     time.sleep(0.05)
     dist.barrier()
     machine, own, sent, begin = _machine_cpu_s(), _own_cpu_s(), _sent_bytes(), time.perf_counter()
+    phases = Counter[str]()
     for _ in range(num_steps):
-        step()
+        phases.update(step() or {})
     elapsed_s, own, sent = time.perf_counter() - begin, _own_cpu_s() - own, _sent_bytes() - sent
     dist.barrier()
     machine, window_s = _machine_cpu_s() - machine, time.perf_counter() - begin
@@ -155,7 +164,11 @@ def _repetition(step: Step, num_steps: int) -> Repetition:
     foreign = torch.tensor([max(0.0, machine - ranks_cpu.item()) / (window_s * _NUM_CORES)], dtype=torch.float64)
     dist.broadcast(foreign, 0)  # so that all ranks judge a repetition alike
     cpu_s = ranks_cpu.item() / dist.get_world_size() / num_steps
-    return Repetition(slowest.item() / num_steps, cpu_s, sent / num_steps, foreign.item())
+    largest = torch.tensor(list(phases.values()), dtype=torch.float64)
+    if phases:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    each = dict(zip(phases, (largest / num_steps).tolist(), strict=True))
+    return Repetition(slowest.item() / num_steps, cpu_s, sent / num_steps, foreign.item(), each)
 
 
 def peak_bytes(step: Step) -> dict[str, int]:

@@ -59,8 +59,17 @@ class Variant:
     schedule: Callable[[], hp.Schedule | None] = lambda: None
 
 
-def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
-    """Trains with hpfunc, eagerly if there is no policy."""
+Mark = Callable[[str], None]
+
+
+def train_hpfunc(
+    task: Task,
+    policy: hp.Policy | None,
+    *,
+    mark: Mark = lambda phase: None,
+    sharded: Callable[..., Any] = hp.sharded,
+) -> Variant:
+    """Trains with hpfunc, eagerly if there is no policy. See `training` for the other arguments."""
     mesh = hp.make_mesh(task.mesh, ("replicate", "shard")[-len(task.mesh) :])
     params = hp.shard(task.model.weights(), mesh, hp.P("shard"))
     block = hp.unit(task.model.block, name="block")
@@ -70,7 +79,9 @@ def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
     def loss_fn(params: list[Any], x: Tensor) -> Tensor:
         for weights in params:
             x = block(weights, x)
-        return x.float().pow(2).mean(-1).sum()
+        loss = x.float().pow(2).mean(-1).sum()
+        mark("forward")
+        return loss
 
     grad_fn = hp.value_and_grad(loss_fn, numerics=numerics)
     batch: Any = batches[0]
@@ -78,7 +89,7 @@ def train_hpfunc(task: Task, policy: hp.Policy | None) -> Variant:
         grad_fn = hp.accumulate(grad_fn, task.micro_batches)
         batch = torch.cat(batches)
 
-    return training(policy, params, grad_fn, batch)
+    return training(policy, params, grad_fn, batch, mark=mark, sharded=sharded)
 
 
 def training(
@@ -88,6 +99,8 @@ def training(
     batch: Any,
     finish: Callable[[Any], Any] = lambda loss: None,
     whole: Callable[[Any], Tensor] = lambda weight: weight,
+    mark: Mark = lambda phase: None,
+    sharded: Callable[..., Any] = hp.sharded,
 ) -> Variant:
     """Returns a variant that trains with AdamW, on any framework.
 
@@ -98,16 +111,19 @@ def training(
         batch: that of this rank.
         finish: is called with the loss of each step.
         whole: makes a tensor of torch of a whole weight.
+        mark: is called when a phase of the step has ended, here that of the gradients: ``"backward"``.
+        sharded: what makes a planned step.
     """
     optimizer, mesh = hp.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY), next(iter(params[0].values())).mesh
     state = optimizer.init(params)
 
     def step_fn(params: list[Any], state: Any, x: Any) -> tuple[list[Any], Any, Any]:
         loss, grads = grad_fn(params, x)
+        mark("backward")
         updates, state = optimizer.update(grads, state, params)
         return hp.apply_updates(params, updates), state, loss
 
-    train: Any = hp.sharded(step_fn, mesh, policy=policy, donate_argnums=(0, 1)) if policy is not None else step_fn
+    train: Any = sharded(step_fn, mesh, policy=policy, donate_argnums=(0, 1)) if policy is not None else step_fn
 
     def step() -> None:
         nonlocal params, state
