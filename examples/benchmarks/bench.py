@@ -127,10 +127,10 @@ def run_experiments(shaped: bool, options: list[str], record: dict[str, Any], ou
     """Measures case (s) and draws its picture; returns its text and its targets."""
     network = experiments.NETWORK if shaped else "loopback"
     record["experiments"] = launch(4, network, "experiments.py", *options)
-    founds = {length: measure.Results.of(found) for length, found in record["experiments"].items()}
+    founds = experiments.results_of(record["experiments"])
     experiments.plot(founds, out / "experiments.png")
     here = experiments.verdicts(founds)
-    parts = ["## (s) Packing, prefetch, copies", experiments.section(founds), report.verdict_table(here)]
+    parts = ["## (s) Packing, prefetch, copies", experiments.section(record["experiments"]), report.verdict_table(here)]
     if not shaped:
         parts.insert(1, "Over loopback, because no network could be shaped.")
     return "\n\n".join(parts), here

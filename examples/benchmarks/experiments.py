@@ -33,17 +33,19 @@ from staged import staged
 from variants import Task, Variant, train_hpfunc
 
 import hpfunc as hp
+from hpfunc import backends
 from hpfunc._execute import Planned, Prepared
 from hpfunc._schedule import Local, Op
 
 NETWORK = "1gbit,250mbit,2"
 LENGTHS = {
     "short": Task(Model(num_blocks=4, width=256, num_tokens=64), (2, 2)),
-    "long": Task(Model(num_blocks=4, width=256, num_tokens=1024), (2, 2)),
+    "long": Task(Model(num_blocks=4, width=256, num_tokens=768), (2, 2)),
 }
 PACKINGS: dict[str, float | None] = {"nothing": 0, "everything": math.inf, "by itself": None}
 PREFETCHES = (0, 1, 2)
 PHASES = ("forward", "backward", "update")
+Record = dict[str, dict[str, Any]]
 SLOWER_AT_LEAST, SLOWER_IN_THE_MIDDLE = 1.02, 1.05
 PAYS, COSTS = 0.98, 1.02
 
@@ -84,7 +86,7 @@ class Watch:
     """Where the seconds of a step go: for each phase all of them, those of copies, and those of waits."""
 
     def __init__(self) -> None:
-        self._counters = hp.backends.get("torch").counters
+        self._counters = backends.get("torch").counters
         self.begin()
 
     def begin(self) -> None:
@@ -155,8 +157,8 @@ class WatchedStep(hp.ShardedStep):
             hp.check(schedule)
         return schedule
 
-    def _learn(self, *args: Any) -> None:
-        super()._learn(*args)
+    def _learn(self, session: Any, known: Any, expected: str) -> None:
+        super()._learn(session, known, expected)
         for program, prepared in self._plans.items():
             if not isinstance(prepared, _Timed):
                 self._plans[program] = _Timed(prepared.schedule, self._watch)
@@ -286,13 +288,19 @@ def verdicts(founds: dict[str, Results]) -> list[Verdict]:
     return found
 
 
-def section(founds: dict[str, Results]) -> str:
+def results_of(record: Record) -> dict[str, Results]:
+    """Returns what was measured for each length of sequences."""
+    return {length: Results.of(found) for length, found in record.items()}
+
+
+def section(record: Record) -> str:
     """Returns all tables."""
-    parts = []
+    founds, parts = results_of(record), []
     for length, results in founds.items():
-        model = LENGTHS[length].model
-        head = f"{length.capitalize()} sequences: {model.num_tokens} tokens on a rank, "
-        parts += [head + f"{model.num_blocks} blocks, {model.whole_bytes / 1e6:.0f} MB of weights.", table_of(results)]
+        model, below = LENGTHS[length].model, record[length]["pack_below_bytes"] // 1024
+        size = f"{model.num_blocks} blocks, {model.whole_bytes / 1e6:.0f} MB of weights"
+        head = f"{length.capitalize()} sequences: {model.num_tokens} tokens on a rank, {size}; by itself hpfunc packs"
+        parts += [f"{head} weights below {below} KiB.", table_of(results)]
     return "\n\n".join([*parts, "What each choice brings:", effects_table(founds), findings(founds)])
 
 
@@ -321,11 +329,14 @@ def plot(founds: dict[str, Results], path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def measure_length(task: Task, options: measure.Options) -> Results:
-    """Times every choice, after all have trained to the same bits."""
+def measure_length(task: Task, options: measure.Options) -> dict[str, Any]:
+    """Times every choice, after all have trained to the same bits; returns everything as plain values."""
     variants = {choice.name: train(task, choice) for choice in CHOICES}
     worker.check_weights(Case("experiments", NETWORK, task, tuple(variants)), variants)
-    return measure.measure({name: variant.step for name, variant in variants.items()}, options)
+    results = measure.measure({name: variant.step for name, variant in variants.items()}, options)
+    schedule = variants[next(choice.name for choice in CHOICES if choice.packing == "by itself")].schedule()
+    assert schedule is not None
+    return results.record() | {"pack_below_bytes": schedule.policy.pack_below_bytes}
 
 
 def main() -> None:
@@ -341,14 +352,14 @@ def main() -> None:
     args = parser.parse_args()
     rank, _ = measure.start()
     options = measure.Options(args.repetitions, 1, args.max_foreign, args.attempts)
-    founds = {}
+    record = {}
     for length in args.lengths.split(","):
-        founds[length] = measure_length(LENGTHS[length], options)
+        record[length] = measure_length(LENGTHS[length], options)
         gc.collect()
     if rank == 0 and args.json:
-        args.json.write_text(json.dumps({length: results.record() for length, results in founds.items()}))
+        args.json.write_text(json.dumps(record))
     elif rank == 0:
-        print(f"{section(founds)}\n\n{worker.report.verdict_table(verdicts(founds))}", flush=True)
+        print(f"{section(record)}\n\n{worker.report.verdict_table(verdicts(results_of(record)))}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
