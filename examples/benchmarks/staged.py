@@ -24,7 +24,7 @@ def staged(schedule: Schedule) -> Schedule:
     """Returns a schedule of the same program that copies every message on its way out and on its way in."""
     rewriting = _Rewriting(schedule)
     slots = [list(rewriting.slot(slot)) for slot in schedule.slots]
-    ops = iter(derive_waits((op for ops in slots for op in ops), len(rewriting.buffers)))
+    ops = iter(derive_waits(op for ops in slots for op in ops))
     found = tuple(
         Slot(slot.event, slot.when, tuple(next(ops) for _ in listed))
         for slot, listed in zip(schedule.slots, slots, strict=True)
