@@ -43,15 +43,19 @@ def can_shape() -> str:
     return f"{' and '.join(missing)} not installed (iproute2)" if missing else ""
 
 
-def launch(num_ranks: int, network: str, script: str, *options: str, memory: bool = False) -> Any:
+def launch(
+    num_ranks: int, network: str, script: str, *options: str, memory: bool = False, patience_s: float = 900
+) -> Any:
     """Runs a script on some ranks; returns what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         environment = os.environ | {"PYTHON": sys.executable}
         if memory:  # freed memory goes back to the system
             environment |= {"MALLOC_MMAP_THRESHOLD_": "65536"}
-        command = [HERE / "launch.sh", str(num_ranks), network, HERE / script, *options, "--json", path]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+        # `timeout` sends a signal that the launcher can answer: it ends its ranks and takes its network down.
+        launcher = ["timeout", str(patience_s), HERE / "launch.sh", str(num_ranks), network]
+        command = [*launcher, HERE / script, *options, "--json", path]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not path.exists():
             raise SystemExit(f"{script} {' '.join(options)} failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         return json.loads(path.read_text())
@@ -126,7 +130,7 @@ def minimal_bytes(case: Case) -> float:
 def run_experiments(shaped: bool, options: list[str], record: dict[str, Any], out: Path) -> tuple[str, list[Verdict]]:
     """Measures case (s) and draws its picture; returns its text and its targets."""
     network = experiments.NETWORK if shaped else "loopback"
-    record["experiments"] = launch(4, network, "experiments.py", *options)
+    record["experiments"] = launch(4, network, "experiments.py", *options, patience_s=2400)
     founds = experiments.results_of(record["experiments"])
     experiments.plot(founds, out / "experiments.png")
     here = experiments.verdicts(founds)

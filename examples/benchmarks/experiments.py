@@ -347,7 +347,7 @@ def main() -> None:
     add("--lengths", default=",".join(LENGTHS), help="with commas between them; default: all")
     add("--repetitions", type=int, default=5, help="rounds over all choices")
     add("--max-foreign", type=float, default=0.06, help="share of the machine that others may use in a repetition")
-    add("--attempts", type=int, default=3, help="times that a disturbed repetition is taken")
+    add("--attempts", type=int, default=2, help="times that a disturbed repetition is taken")
     add("--json", type=Path, help="write to this file")
     args = parser.parse_args()
     rank, _ = measure.start()

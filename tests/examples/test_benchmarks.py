@@ -212,10 +212,18 @@ def test_a_phase_that_packing_slows_down_is_named() -> None:
     assert "prefetch 1 / 0 (0.86)" in experiments.findings(founds).splitlines()[0]
 
 
-def test_experiments_are_drawn(tmp_path: Path) -> None:
-    experiments = program("experiments")
-    experiments.plot({"short": taken(experiments), "long": taken(experiments)}, tmp_path / "found.png")
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+def test_experiments_are_told_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiments, bench = program("experiments"), program("bench")
+    one = taken(experiments).record() | {"pack_below_bytes": 65536}
+    monkeypatch.setattr(bench, "launch", lambda *args, **kwargs: {"short": one, "long": one})
+    record: dict[str, Any] = {}
+    text, verdicts = bench.run_experiments(False, [], record, tmp_path)
+    assert record["experiments"]["long"] == one
+    assert "by itself hpfunc packs weights below 64 KiB" in text
+    assert text.count("| nothing, 0, zero-copy ") == 2
+    assert "Over loopback" in text
+    assert len(verdicts) == 4
+    assert (tmp_path / "experiments.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
