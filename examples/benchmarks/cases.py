@@ -47,7 +47,7 @@ class Case:
     task: Task
     variants: tuple[str, ...]
     targets: tuple[Target, ...] = ()
-    repetitions: int = 7
+    repetitions: int = 5
     tolerance: float = 1e-3
     memory: tuple[str, ...] = ()
 
@@ -60,7 +60,7 @@ CASES = {
         SHARDED,
         ("FSDP2", *TUNED, MINIMAL, "DDP", *HPFUNC),
         (Target(("FSDP2",), 1.75, 2.0), Target(TUNED, 1.3, 1.4), Target((MINIMAL,), 1.2, 1.3)),
-        memory=("FSDP2", "FSDP2 tuned, two reduce-scatters", MINIMAL, "hpfunc"),
+        memory=("FSDP2 tuned, two reduce-scatters", MINIMAL, "hpfunc"),
     ),
     "b": Case(
         "4 ranks, loopback",
@@ -68,8 +68,7 @@ CASES = {
         Task(mesh=(4,)),
         ("FSDP2", *TUNED, MINIMAL, "DDP", *HPFUNC),
         (Target(("FSDP2",), 1.3), Target(TUNED, 1.15)),
-        repetitions=5,
-        memory=("FSDP2", "FSDP2 tuned, two reduce-scatters", "hpfunc"),
+        memory=("FSDP2 tuned, two reduce-scatters", "hpfunc"),
     ),
     "c": Case(
         "2 replicas of 2 shards, 1 Gbit/s within a replica, 250 Mbit/s between them",
@@ -77,7 +76,7 @@ CASES = {
         Task(mesh=(2, 2)),
         ("FSDP2", "FSDP2 tuned", *HPFUNC),
         (Target(("FSDP2",), 1.5),),
-        repetitions=5,
+        repetitions=3,
     ),
     "d": Case(
         "200 tensors of 1 to 64 KiB in each of 8 units, 2 ranks, 1 Gbit/s",
@@ -85,28 +84,27 @@ CASES = {
         Task(Model("many small")),
         ("FSDP2", *TUNED, *HPFUNC),
         (Target(("hpfunc packs nothing",), 1.5), Target(("FSDP2",), 1.3)),
-        repetitions=5,
     ),
     "e": Case(
         "one matrix of 16 MiB in each of 6 units, 2 ranks, 1 Gbit/s",
         "1gbit",
         Task(Model("few large", num_blocks=6, width=2048)),
         ("FSDP2", *TUNED, MINIMAL, *HPFUNC),
-        repetitions=5,
+        repetitions=3,
     ),
     "f": Case(
         "4 micro-batches, 2 ranks, 1 Gbit/s",
         "1gbit",
         Task(Model(num_tokens=64), micro_batches=4),
         ("FSDP2", "FSDP2 tuned", "hpfunc eager", "hpfunc"),
-        repetitions=3,
+        repetitions=2,
     ),
     "g": Case(
         "weights in bfloat16, gradients reduced in float32, 2 ranks, 1 Gbit/s",
         "1gbit",
         Task(bf16=True),
         ("FSDP2", *TUNED, MINIMAL, "hpfunc eager", "hpfunc"),
-        repetitions=5,
+        repetitions=3,
         tolerance=0.2,
     ),
     "i": Case(

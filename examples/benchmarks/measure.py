@@ -119,14 +119,12 @@ class Results:
 
 
 def measure(steps: Mapping[str, Step], options: Options) -> Results:
-    """Times every variant in each round, each round beginning with another one.
+    """Times every variant in each round, each round beginning with another one. The steps have run before.
 
     Communication: each step's own, and a few small messages between repetitions.
     """
     names, results = list(steps), Results(options)
     results.repetitions = {name: [] for name in names}
-    for step in steps.values():
-        step()
     for i in range(options.repetitions):
         first = i % len(names)
         for name in names[first:] + names[:first]:
