@@ -19,6 +19,7 @@ export BENCH_STORE
 
 pids=()
 finish() {
+  trap '' INT TERM # `timeout` sends its signal twice
   for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
   rm -f "$BENCH_STORE"
   [ "$rate" = loopback ] || "$here/shapednet.sh" down "$num_ranks"
