@@ -183,7 +183,7 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
 
     if framework != "torch":
         os.environ.update({"HPFUNC_BACKEND": framework, "GLOG_v": "3"})  # its log: errors only
-        importlib.import_module(framework)
+        importlib.import_module("hpfunc.backends").get(framework)  # before the first operator: it settles the threads
     stacks = (Path(directory) / f"stacks-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)

@@ -10,6 +10,19 @@ MindSpore dispatches operators to a queue. The runtime may read what one of them
 them reads, only once the queue is drained. ``asnumpy()`` drains it, so whatever comes through `detach` is complete; the
 tape drains it before whole weights are released, and `fill` before it poisons a freed buffer. Dropping a buffer that
 queued operators read is safe: they hold it.
+
+# Note [Threads that poll]
+MindSpore 2.10 has threads that poll without a pause. On cores that ranks share they take the time of who computes:
+
+- Each of its queues has one, for as long as the process lives, and who drains a queue polls it too. With
+  ``MS_DEV_HOST_BLOCKING_RUN=1`` the caller runs each operator itself, and none of them begins. It is read at the first
+  operator.
+- An operator has the threads of a pool: as many as torch has, where ``OMP_NUM_THREADS`` says how many.
+- At least two of the pool remain. One of them polls 300,000 times after each operator, until a graph has run: the end
+  of a graph sets that to 1.
+
+None of it changes a result. What a program has set itself, ``MS_DEV_HOST_BLOCKING_RUN=0`` or
+`mindspore.device_context.cpu.op_tuning.threads_num`, stays.
 """
 
 from __future__ import annotations
@@ -25,6 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
+from mindspore.device_context.cpu import op_tuning
 from mindspore.graph.api import _pynative_executor as executor
 
 from .._errors import MeshError, message
@@ -65,6 +79,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
         super().__init__()
         with suppress(RuntimeError):  # too late: an operator has run, and it was on the CPU
             mindspore.set_device("CPU")  # the first operator would choose another one
+        _stop_polling()
         self.bridge = Bridge(hold, self.give, executor.sync)
 
     # --- processes -------------------------------------------------------------------------------------------------
@@ -120,6 +135,20 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
         if isinstance(tensor, torch.Tensor):
             return super().cast(tensor, dtype)
         return tensor if self.dtype_name(tensor) == dtype else tensor.astype(dtype_of(dtype))
+
+
+def _stop_polling() -> None:
+    """Leaves the cores to those that compute. See Note [Threads that poll]."""
+    os.environ.setdefault("MS_DEV_HOST_BLOCKING_RUN", "1")
+    if "OMP_NUM_THREADS" in os.environ:
+        with suppress(RuntimeError):  # the program has set it
+            op_tuning.threads_num(torch.get_num_threads())
+    _graph(mindspore.Tensor([0.0], mindspore.float32))
+
+
+@mindspore.jit
+def _graph(x: Tensor) -> Tensor:
+    return x + x
 
 
 def _meet_as_msrun(timeout_s: float) -> None:

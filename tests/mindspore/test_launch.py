@@ -29,7 +29,7 @@ print(f"rank {mesh.rank} of {mesh.size}: {mesh.framework}, {float(total)}")
 
 def run(command: list[str], **extra: str) -> str:
     """Returns the output of a command that ends well."""
-    names = ("RANK", "WORLD_SIZE", "HPFUNC_BACKEND", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "HPFUNC_BACKEND", "MASTER_ADDR", "MASTER_PORT", "MS_DEV_HOST_BLOCKING_RUN")
     env = {key: value for key, value in os.environ.items() if key not in names}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_v": "3", "PYTHONDONTWRITEBYTECODE": "1"} | extra
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -70,6 +70,30 @@ def test_msrun(tmp_path: Path) -> None:
     run([*command, f"--log_dir={tmp_path}", "--join=True", str(script)], PATH=f"{msrun.parent}:{os.environ['PATH']}")
     for rank in range(2):
         assert f"rank {rank} of 2: mindspore, 3.0" in (tmp_path / f"worker_{rank}.log").read_text()
+
+
+POLLING = """
+from pathlib import Path
+
+import mindspore
+import hpfunc as hp
+
+mesh = hp.make_mesh((1,), "shard")
+weight = hp.shard({"w": mindspore.mint.ones((8, 8))}, mesh, hp.P("shard"))
+unit = hp.unit(lambda w, x: mindspore.mint.nn.functional.linear(x, w["w"]))
+hp.grad(lambda w, x: unit(w, x).sum())(weight, mindspore.mint.ones((8, 8)))
+names = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+print(sorted(names & {"frontend_queue", "bprop_queue", "backend_queue"}))
+"""
+
+
+@needs_mindspore
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_no_thread_polls_the_queues_unless_the_program_says_so(chosen: str | None) -> None:
+    """They would take the time of the ranks that share the cores."""
+    extra = {} if chosen is None else {"MS_DEV_HOST_BLOCKING_RUN": chosen}
+    polling = run([sys.executable, "-c", POLLING], **extra).strip()
+    assert polling == "[]" if chosen is None else "'backend_queue'" in polling
 
 
 def without(*packages: str) -> str:
