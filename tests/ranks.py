@@ -182,7 +182,8 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     import torch
 
     if framework != "torch":
-        os.environ.update({"HPFUNC_BACKEND": framework, "GLOG_v": "3"})  # its log: errors only
+        # Its log: errors only. What it writes about a graph that fails would go to the working directory.
+        os.environ.update({"HPFUNC_BACKEND": framework, "GLOG_v": "3", "MS_OM_PATH": directory})
         importlib.import_module("hpfunc.backends").get(framework)  # before the first operator: it settles the threads
     stacks = (Path(directory) / f"stacks-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
