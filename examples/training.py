@@ -48,12 +48,12 @@ class Framework:
         return Layers(*map(hp.unit, self.plain))
 
 
-def options(description: str | None) -> argparse.Namespace:
-    """Reads the command line."""
+def options(description: str | None, num_steps: int) -> argparse.Namespace:
+    """Reads the command line; `num_steps` is the number of steps where it does not say."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--mesh", default="2,2", help="ranks as REPLICATE,SHARD (default 2,2)")
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=num_steps)
     add("--batch", type=int, default=4, help="sequences a rank and step")
     add("--context", type=int, default=128, help="bytes a sequence")
     add("--dim", type=int, default=256)
@@ -176,9 +176,9 @@ def report(args: argparse.Namespace, step: hp.ShardedStep, timeline: hp.Timeline
     print(f"schedule: {args.out / 'schedule.txt'}, picture: {args.out / 'timeline.png'}")
 
 
-def main(description: str | None, framework: Framework, check: Callable[..., int]) -> int:
+def main(description: str | None, framework: Framework, check: Callable[..., int], num_steps: int = 200) -> int:
     """Runs what the command line asks for."""
-    args = options(description)
+    args = options(description, num_steps)
     sizes = tuple(int(size) for size in args.mesh.split(","))
     mesh = hp.make_mesh(sizes, ("replicate", "shard"), timeout_s=120)
 
