@@ -125,6 +125,8 @@ def measure(steps: Mapping[str, Step], options: Options) -> Results:
     """
     names, results = list(steps), Results(options)
     results.repetitions = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # so that the collections before each repetition are quick
     for i in range(options.repetitions):
         first = i % len(names)
         for name in names[first:] + names[:first]:
