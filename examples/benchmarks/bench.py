@@ -134,10 +134,10 @@ def run_experiments(shaped: bool, options: list[str], record: dict[str, Any], ou
     founds = experiments.results_of(record["experiments"])
     experiments.plot(founds, out / "experiments.png")
     here = experiments.verdicts(founds)
-    parts = ["## (s) Packing, prefetch, copies", experiments.section(record["experiments"]), report.verdict_table(here)]
-    if not shaped:
-        parts.insert(1, "Over loopback, because no network could be shaped.")
-    return "\n\n".join(parts), here
+    parts = ["## (s) Packing, prefetch, copies"]
+    parts += [] if shaped else ["Over loopback, because no network could be shaped."]
+    parts += [experiments.section(record["experiments"]), "![phases of a step](experiments.png)"]
+    return "\n\n".join([*parts, report.verdict_table(here)]), here
 
 
 def parse() -> argparse.Namespace:
@@ -162,7 +162,7 @@ def main() -> None:
     options = ["--max-foreign", str(args.max_foreign)]
     options += ["--repetitions", str(args.repetitions)] if args.repetitions else []
     keys, founds, verdicts, sections = args.cases.split(","), {}, [], []
-    machine = f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}"
+    machine = f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
     record: dict[str, Any] = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "cases": founds}
     for key in [key for key in keys if key in CASES]:
         case = CASES[key]
@@ -207,7 +207,7 @@ def main() -> None:
 
 def section(key: str, case: Case, found: dict[str, Any], verdicts: list[Verdict]) -> str:
     """Returns the text of a case."""
-    parts = [f"## ({key}) {case.title}", report.table_of(case, found)]
+    parts = [f"## ({key}) {case.title}", report.table_of(case, found), f"![step times](case_{key}.png)"]
     if found["network"] != case.network:
         parts.append("Over loopback, because no network could be shaped.")
     if "compute" in found:

@@ -323,7 +323,8 @@ def plot(founds: dict[str, Results], path: Path) -> None:
         axes.set_title(f"{length} sequences", loc="left", fontsize=10)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-        axes.legend(fontsize=8, frameon=False)
+    figure.axes[0].set_ylabel("packed, units gathered ahead, messages")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
 
 
