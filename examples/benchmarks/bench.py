@@ -88,11 +88,8 @@ def plan_times() -> dict[int, float]:
     from hpfunc import plan
 
     def seconds(count: int) -> float:
-        program, policy, traits = (
-            host_time.program_of(count),
-            hp.Policy(pack_below_bytes=0),
-            hp.Traits(ordered_sums=True),
-        )
+        program, policy = host_time.program_of(count), hp.Policy(pack_below_bytes=0)
+        traits = hp.Traits(ordered_sums=True)
         return min(timeit.repeat(lambda: hp.check(plan(program, policy, traits)), timer=time.process_time, number=1))
 
     return {count: seconds(count) for count in (LARGE_MODEL // 4, LARGE_MODEL // 2, LARGE_MODEL)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -23,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import measure
-import torch.distributed as dist
 import worker
 from cases import Case
 from measure import Results
 from models import Model
-from report import Verdict
+from report import Verdict, verdict_table
 from staged import staged
 from variants import Task, Variant, train_hpfunc
 
@@ -352,19 +350,14 @@ def main() -> None:
     add("--attempts", type=int, default=2, help="times that a disturbed repetition is taken")
     add("--json", type=Path, help="write to this file")
     args = parser.parse_args()
-    rank, _ = measure.start()
+    measure.start()
     record = {}
     for length in args.lengths.split(","):
         num_steps = NUM_STEPS[length]
         options = measure.Options(args.repetitions, num_steps, args.max_foreign, args.attempts)
         record[length] = measure_length(LENGTHS[length], options)
         gc.collect()
-    if rank == 0 and args.json:
-        args.json.write_text(json.dumps(record))
-    elif rank == 0:
-        print(f"{section(record)}\n\n{worker.report.verdict_table(verdicts(results_of(record)))}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    measure.finish(record, args.json, lambda: f"{section(record)}\n\n{verdict_table(verdicts(results_of(record)))}")
 
 
 if __name__ == "__main__":

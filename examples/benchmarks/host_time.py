@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 import warnings
@@ -154,7 +153,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write to this file")
     args = parser.parse_args()
-    rank, size = measure.start()
+    _, size = measure.start()
     steps = {(name, depth): make(depth) for name, make in VARIANTS.items() for depth in DEPTHS}
     taken_s: dict[str, dict[str, list[float]]] = {name: {str(depth): [] for depth in DEPTHS} for name in VARIANTS}
     for repetition in range(args.repetitions + 3):
@@ -168,12 +167,7 @@ def main() -> None:
             if repetition >= 3:
                 taken_s[name][str(depth)].append(time.process_time() - begin)
     found = {"ranks": size, "taken_s": taken_s}
-    if rank == 0 and args.json:
-        args.json.write_text(json.dumps(found))
-    elif rank == 0:
-        print(f"ranks: {size}\n\n{table_of(found)}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    measure.finish(found, args.json, lambda: f"ranks: {size}\n\n{table_of(found)}")
 
 
 if __name__ == "__main__":

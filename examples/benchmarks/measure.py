@@ -8,6 +8,7 @@ hits all of them alike, and are compared by the ratios of repetitions that were 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
 import statistics
@@ -33,6 +34,16 @@ def start() -> tuple[int, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['BENCH_STORE']}", rank=rank, world_size=size)
     return rank, size
+
+
+def finish(record: Any, path: Path | None, text: Callable[[], str]) -> None:
+    """Rank 0 writes the record as JSON, or prints the text if there is no path; then all leave."""
+    if dist.get_rank() == 0 and path is not None:
+        path.write_text(json.dumps(record))
+    elif dist.get_rank() == 0:
+        print(text(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,7 @@ def measure(steps: Mapping[str, Step], options: Options) -> Results:
         first = i % len(names)
         for name in names[first:] + names[:first]:
             results.repetitions[name].append(_quiet_repetition(steps[name], options))
+    gc.unfreeze()  # the caller may let go of the steps
     return results
 
 

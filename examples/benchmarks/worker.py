@@ -18,7 +18,6 @@ import ideal
 import measure
 import report
 import torch
-import torch.distributed as dist
 import variants as ours
 from cases import CASES, Case
 from torch import Tensor
@@ -96,7 +95,7 @@ def main() -> None:
     add("--compute", action="store_true", help="measure what a rank computes in a step instead; for one process")
     add("--json", type=Path, help="write to this file")
     args = parser.parse_args()
-    rank, _ = measure.start()
+    measure.start()
     case = CASES[args.case]
     os.environ["HPFUNC_BACKEND"] = case.task.framework
     names = args.variants.split(";") if args.variants else list(case.variants)
@@ -107,15 +106,13 @@ def main() -> None:
     else:
         options = measure.Options(args.repetitions or case.repetitions, 1, args.max_foreign, args.attempts)
         found = time_case(case, names, options)
-    if rank == 0:
-        if args.json:
-            args.json.write_text(json.dumps(found))
-        elif args.memory or args.compute:
-            print(json.dumps(found, indent=1))
-        else:
-            print(f"{case.title}\n\n{report.table_of(case, found)}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+
+    def text() -> str:
+        if args.memory or args.compute:
+            return json.dumps(found, indent=1)
+        return f"{case.title}\n\n{report.table_of(case, found)}"
+
+    measure.finish(found, args.json, text)
 
 
 if __name__ == "__main__":
