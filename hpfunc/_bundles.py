@@ -28,12 +28,14 @@ class Bundle:
         first: one of its weights, for what they have in common.
         buffer: the whole of the reduce buffer.
         members: its parts, each filled by one event.
+        is_scaled: it was divided as it was filled.
     """
 
     label: str
     first: Weight
     buffer: Region
     members: list[Member] = field(default_factory=list)
+    is_scaled: bool = False
 
     @property
     def slices(self) -> dict[int, Region]:
@@ -122,7 +124,7 @@ def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
     sizes = [sum(program.weights[w].block_numel for w in bucket) for part in share.buckets for bucket in part]
     starts, numel = _layout(sizes, first)
     label = labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
-    buffer = draft.buffer("reduce", label, numel, first.reduce_dtype, draft.reduced)
+    buffer = draft.buffer("reduce", label, numel, first.reduce_dtype, "compute")  # it may be delivered
     slices = iter([Region(buffer.buffer, start, start + size) for start, size in zip(starts, sizes, strict=True)])
     bundle = Bundle(label, first, buffer)
     for part in share.buckets:

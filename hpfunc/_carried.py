@@ -37,9 +37,16 @@ class Carried:
         self._weights = draft.program.weights
         self._regions: dict[int, Region] = {}
         self._left: Counter[int] = Counter()
+        self._spent: list[Region] = []
 
     def __contains__(self, weight: int) -> bool:
         return weight in self._regions
+
+    def free_spent(self) -> None:
+        """Frees what is not needed any more. Compute waits for its last use, so that is done one unit later."""
+        for region in self._spent:
+            self._draft.free(region)
+        self._spent = []
 
     def add(self, bundles: Iterable[Bundle]) -> None:
         """Carries what has been scattered into these reduce buffers."""
@@ -54,7 +61,7 @@ class Carried:
             if later:
                 pairs = [(self._regions[w], region, self._regions[w]) for w, region in later.items()]
                 self._accumulate(f"carry {bundle.label}", pairs)
-            self._draft.free(bundle.buffer)
+            self._spent.append(bundle.buffer)
 
     def finish(self, label: str, members: Sequence[tuple[Bundle, Member]]) -> None:
         """Adds what is carried to what has been scattered last, and leaves the sum in the slices of the members."""
@@ -115,7 +122,7 @@ class Carried:
             dtypes[self._weights[w].accum_dtype].append(w)
         for dtype, weights in dtypes.items():
             numel = sum(slices[w].numel for w in weights)
-            buffer = self._draft.buffer("carry", label, numel, dtype, self._draft.reduced)
+            buffer = self._draft.buffer("carry", label, numel, dtype, "compute")  # it may be delivered
             regions, start = [], 0
             for w in weights:
                 regions.append(Region(buffer.buffer, start, start + slices[w].numel))
@@ -139,7 +146,7 @@ class Carried:
             buffer = self._regions.pop(w).buffer
             self._left[buffer] -= 1
             if not self._left[buffer]:
-                self._draft.free(Region(buffer, 0, 0))
+                self._spent.append(Region(buffer, 0, 0))
 
 
 def _merged(sums: list[tuple[Region, Region, Region]]) -> list[tuple[Region, ...]]:

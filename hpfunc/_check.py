@@ -17,6 +17,7 @@ from ._program import COMPUTES
 from ._safety import hidden_launches, unsafe_ops
 from ._schedule import (
     ALIGN_BYTES,
+    Caller,
     Communicator,
     Compute,
     Deliver,
@@ -145,7 +146,7 @@ def _bad_slots(schedule: Schedule) -> Iterator[tuple[str, str]]:
     last: dict[int, Op] = {}
     for slot in schedule.slots:
         for op in slot.ops:
-            if isinstance(op, (Compute, Deliver)) and op.stream != "compute":
+            if isinstance(op, (Compute, Caller, Deliver)) and op.stream != "compute":
                 yield op.name, f"is on stream {op.stream}, not on compute"
             if isinstance(op, Compute) and (op is not slot.ops[-1] or not _belongs(schedule, op, slot)):
                 yield op.name, "is not the last op before its event"
@@ -178,6 +179,8 @@ def _bad_regions(schedule: Schedule, op: Op) -> Iterator[str]:
             regions = [Region(op.buffer, 0, 0)]
         case Deliver():
             regions = [op.region]
+        case Caller():
+            regions = list(op.writes)
         case _:
             regions = [*op.reads, *op.writes]
     for region in regions:
@@ -224,6 +227,9 @@ def _bad_local(schedule: Schedule, op: Local) -> Iterator[str]:
             fits = fits and all(read.numel == write.numel * op.parts for read, write in pairs)
         case "zero":
             fits = not op.reads
+        case "own":
+            fits = len(op.reads) == len(op.writes) == len(op.weights) > 0 and op.divisor > 0
+            fits = fits and all(read.numel == write.numel for read, write in pairs)
         case "pack_shards" | "pack_gradients":
             fits = len(op.reads) == len(op.weights) > 0 and len(op.writes) == 1 and op.divisor > 0
         case "unpack_wholes":
@@ -274,7 +280,7 @@ def _peaks(schedule: Schedule) -> tuple[int, str, int, int]:
                 whole[unit] -= 1
                 if not whole[unit]:
                     del whole[unit]
-        elif not isinstance(op, Deliver):
+        elif not isinstance(op, (Caller, Deliver)):
             begun = {region.buffer for region in op.writes} - live
             live |= begun
             live_bytes += sum(aligned[buffer] for buffer in begun)

@@ -151,11 +151,13 @@ class Run:
 
     def _add_direct(self, place: int, leaf: Any, gradient: Tensor | None) -> None:
         backend, sums = self.session.backend, self.backwards.direct
-        if gradient is None:
-            gradient = zeros_like(self.session, leaf)
         if place in sums:
-            gradient = backend.add(sums[place], gradient, self.accum_dtype(leaf))
-        sums[place] = gradient
+            if gradient is not None:
+                sums[place] = backend.add(sums[place], gradient, self.accum_dtype(leaf))
+            return
+        sums[place] = zeros_like(self.session, leaf)
+        if gradient is not None:  # borrowed: another leaf may have got the same tensor
+            backend.copy(sums[place], gradient)
 
     def accum_dtype(self, leaf: Any) -> str:
         """Returns the dtype of the gradient of a leaf."""

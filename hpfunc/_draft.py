@@ -16,6 +16,7 @@ from ._program import Event, Program
 from ._schedule import (
     Buffer,
     BufferKind,
+    Caller,
     Collective,
     Communicator,
     Compute,
@@ -46,10 +47,13 @@ class Draft:
         self._units = _labels([unit.name for unit in program.units])
         self._weights = _labels([weight.name for weight in program.weights])
         self._waits = _Waits()
+        self._begun: set[int] = set()
 
     def at(self, event: int, when: Literal["before", "after"]) -> None:
         """Says where the ops that follow belong."""
         self._slots.append((event, when, []))
+        if when == "before":
+            self._waits.caller_works()
 
     def unit(self, index: int) -> str:
         return self._units[index]
@@ -59,7 +63,7 @@ class Draft:
 
     @property
     def reduced(self) -> Stream:
-        """The stream of reduce buffers and of the local ops that fill them.
+        """The stream of the local ops that fill reduce buffers.
 
         Where sums are formed locally it is not that of the reduce-scatters: one more of these is launched before the
         last one is summed, and nothing should wait for it.
@@ -69,11 +73,14 @@ class Draft:
     def dtype(self, region: Region) -> str:
         return self._buffers[region.buffer].dtype
 
+    def kind(self, region: Region) -> BufferKind:
+        return self._buffers[region.buffer].kind
+
     def shard(self, weight: int) -> Region:
         """Returns the caller's shard of a weight."""
         if weight not in self._shards:
             w = self.program.weights[weight]
-            buffer = Buffer(f"shard {self.weight(weight)}", "shard", w.block_numel, w.shard_dtype, "gather", weight)
+            buffer = Buffer(f"shard {self.weight(weight)}", "shard", w.block_numel, w.shard_dtype, "compute", weight)
             self._shards[weight] = self._add(buffer)
         return self._shards[weight]
 
@@ -85,8 +92,13 @@ class Draft:
 
     def compute(self, event: Event, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         name = self._unique(f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}")
-        waits = self._waits.before(name, "compute", reads, writes)
+        waits = self._before(name, "compute", reads, writes)
         self._issue(Compute(name, index, tuple(reads), tuple(writes), waits))
+
+    def caller(self, name: str, weights: Iterable[int] = ()) -> None:
+        """Says that the caller has written the shards of some weights by now, or may write them from now on."""
+        name, writes = self._unique(name), tuple(map(self.shard, weights))
+        self._issue(Caller(name, writes, self._before(name, "compute", (), writes)))
 
     def launch(
         self,
@@ -98,7 +110,7 @@ class Draft:
     ) -> None:
         """Issues collectives on the stream of the communicator's purpose, so that it is never on two."""
         name, stream = self._unique(name), communicator.purpose
-        waits = self._waits.before(name, stream, reads, writes)
+        waits = self._before(name, stream, reads, writes)
         self._issue(Launch(name, collective, communicator, stream, tuple(reads), tuple(writes), waits))
 
     def local(
@@ -114,7 +126,7 @@ class Draft:
         divisor: int = 1,
     ) -> None:
         name = self._unique(name)
-        waits = self._waits.before(name, stream, reads, writes)
+        waits = self._before(name, stream, reads, writes)
         self._issue(Local(name, kind, stream, tuple(reads), tuple(writes), waits, weights, parts, divisor))
 
     def free(self, region: Region) -> None:
@@ -134,6 +146,21 @@ class Draft:
         """Returns the schedule."""
         slots = (Slot(event, when, tuple(ops)) for event, when, ops in self._slots if ops)
         return Schedule(self.program, self.policy, tuple(self._buffers), tuple(slots))
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The weights whose shards are in use."""
+        return tuple(sorted(self._shards))
+
+    def _before(self, name: str, stream: Stream, reads: Sequence[Region], writes: Sequence[Region]) -> tuple[str, ...]:
+        """Returns what an op waits for; before it begins memory of another stream, that stream gets a `Caller`."""
+        begins = {region.buffer for region in writes} - self._begun
+        self._begun |= begins
+        owners = {self._buffers[buffer].stream for buffer in begins} - {stream}
+        assert owners <= {"compute"}, f"{name} begins memory that nobody hands over"
+        if owners and not self._waits.knows_caller:
+            self.caller("now")
+        return self._waits.before(name, stream, reads, writes, after_compute=bool(owners))
 
     def _add(self, buffer: Buffer) -> Region:
         self._buffers.append(buffer)
@@ -159,16 +186,27 @@ def _labels(names: Sequence[str]) -> list[str]:
 # them writes it, or if one of them begins or ends the buffer that both touch. Of these the latest on each stream is
 # enough, as a stream keeps its order, and none is needed for which an op before it on its own stream, or another of its
 # waits, has waited already. Both are read off a vector clock: for each op, how many ops of every stream are known to
-# be complete when it is, itself included.
+# be complete when it is, itself included. On top come the edges of Note [Whose memory].
 
 Clock = list[int]
 _LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
 
 
-def derive_waits(ops: Iterable[Op]) -> list[Op]:
-    """Returns the ops with the fewest waits that order each after everything before it with which it conflicts."""
-    waits = _Waits()
-    return [replace(op, waits=waits.of(op)) for op in ops]
+def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot, ...]:
+    """Returns the slots with the fewest waits that order each op after everything before it with which it conflicts."""
+    waits, begun, derived = _Waits(), set[int](), list[Slot]()
+    for slot in slots:
+        if slot.when == "before":
+            waits.caller_works()
+        ops: list[Op] = []
+        for op in slot.ops:
+            writes = () if isinstance(op, (Free, Deliver)) else op.writes
+            begins = {region.buffer for region in writes} - begun
+            begun |= begins
+            foreign = any(buffers[buffer].stream != op.stream for buffer in begins)
+            ops.append(replace(op, waits=waits.of(op, after_compute=foreign)))
+        derived.append(replace(slot, ops=tuple(ops)))
+    return tuple(derived)
 
 
 class _Issued(NamedTuple):
@@ -187,20 +225,57 @@ class _Waits:
         self._last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
         self._uses: defaultdict[int, list[tuple[Region, bool, int]]] = defaultdict(list)
         """By buffer: what was touched, whether it was written, and by which op."""
+        self._computed: int | None = None
+        """The last op of the compute stream, if the caller has done nothing of its own since."""
 
-    def of(self, op: Op) -> tuple[str, ...]:
+    @property
+    def knows_caller(self) -> bool:
+        """Whether an op of the compute stream says what the caller has done so far."""
+        return self._computed is not None
+
+    def caller_works(self) -> None:
+        """The caller does something of its own on the compute stream."""
+        self._computed = None
+
+    def of(self, op: Op, *, after_compute: bool) -> tuple[str, ...]:
         """Returns what an op has to wait for, which is issued now."""
         match op:
             case Free():
                 return self.before_free(op.name, op.stream, op.buffer)
             case Deliver():
                 return self.before(op.name, op.stream, (), (op.region,))
+            case Caller():
+                return self.before(op.name, op.stream, (), op.writes)
             case _:
-                return self.before(op.name, op.stream, op.reads, op.writes)
+                return self.before(op.name, op.stream, op.reads, op.writes, after_compute=after_compute)
 
-    def before(self, name: str, stream: Stream, reads: Sequence[Region], writes: Sequence[Region]) -> tuple[str, ...]:
-        """Returns what an op has to wait for, which is issued now and reads and writes some regions."""
-        index, conflicts = len(self._issued), set[int]()
+    def before(
+        self,
+        name: str,
+        stream: Stream,
+        reads: Sequence[Region],
+        writes: Sequence[Region],
+        *,
+        after_compute: bool = False,
+    ) -> tuple[str, ...]:
+        """Returns what an op has to wait for, which is issued now and reads and writes some regions.
+
+        Args:
+            name: of the op.
+            stream: of the op.
+            reads: what it reads.
+            writes: what it writes.
+            after_compute: it begins memory of the compute stream.
+        """
+        index = len(self._issued)
+        conflicts = self._conflicts(index, reads, writes)
+        if after_compute and self._computed is not None:
+            conflicts.add(self._computed)
+        return self._issue(name, stream, conflicts - {index})
+
+    def _conflicts(self, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> set[int]:
+        """Returns the ops that have touched what an op touches, one of the two writing."""
+        conflicts = set[int]()
         for regions, writing in ((reads, False), (writes, True)):
             for region in regions:
                 uses = self._uses[region.buffer]
@@ -210,7 +285,7 @@ class _Waits:
                 if uses and uses[0][1]:
                     conflicts.add(uses[0][2])  # it has begun the buffer
                 uses.append((region, writing, index))
-        return self._issue(name, stream, conflicts - {index})
+        return conflicts
 
     def before_free(self, name: str, stream: Stream, buffer: int) -> tuple[str, ...]:
         """Returns what a `Free` has to wait for, which is issued now."""
@@ -219,6 +294,10 @@ class _Waits:
     def _issue(self, name: str, stream: Stream, conflicts: set[int]) -> tuple[str, ...]:
         lane, waits = _LANES[stream], ()
         clock = self._last[lane].copy()
+        if self._issued:
+            conflicts.add(0)  # the beginning of the step, or what a stream begins with has waited for it
+        if stream == "compute":
+            self._computed = len(self._issued)
         # The latest first: it may have waited for the others.
         for index in sorted(conflicts, reverse=True):
             other = self._issued[index]

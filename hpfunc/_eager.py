@@ -52,16 +52,15 @@ class Eager:
         session, run = self.session, use.run
         self._wholes.pop(id(use), None)
         for weight, gradient, trainable in zip(use.weights, gradients, use.trainable, strict=True):
-            if not trainable:
-                continue
-            total = session.zeros(weight) if gradient is None else gradient
-            if weight in session.accumulated:
-                dtype = session.weights[weight].accum_dtype
-                total = session.backend.add(session.accumulated.pop(weight), total, dtype)
-            if run.uses_left[weight] or run.carry == "wholes":
+            if trainable:
+                total = session.zeros(weight) if gradient is None else gradient
+                if weight in session.accumulated:
+                    dtype = session.weights[weight].accum_dtype
+                    total = session.backend.add(session.accumulated[weight], total, dtype)
                 session.accumulated[weight] = total
-            else:
-                self._scatter(weight, total, carries=run.carry == "shards")
+        for weight in dict.fromkeys(use.weights):
+            if weight in session.accumulated and not run.uses_left[weight] and run.carry != "wholes":
+                self._scatter(weight, session.accumulated.pop(weight), carries=run.carry == "shards")
 
     def _scatter(self, weight: int, whole: Tensor, *, carries: bool) -> None:
         """Scatters a whole gradient, adds what is carried, and carries the sum on or finishes it."""

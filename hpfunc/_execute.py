@@ -12,10 +12,12 @@ from ._leaving import to_finish, touched
 from ._meaning import scattered
 from ._move import Copy, gradient_copy, local_view, shard_copy, whole_copy, whole_view
 from ._run import Session, Use
-from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ._schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 from ._timeline import Timeline, current_timeline
 
 Tensor = Any
+_WHOLE_GRADIENTS = ("gradient", "total")
+"""The kinds of buffers that have the shape of a whole weight, and no padding."""
 
 
 class Prepared:
@@ -64,6 +66,8 @@ def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
     match op:
         case Compute():
             return None
+        case Caller():
+            return _nothing
         case Local():
             return getattr(Planned, f"_{op.kind}")
         case Launch():
@@ -72,6 +76,10 @@ def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
             return Planned._free
         case Deliver():
             return Planned._deliver
+
+
+def _nothing(planned: Planned, op: Op) -> None:
+    """The caller has done it: only the place in the compute stream matters."""
 
 
 class Planned:
@@ -95,6 +103,7 @@ class Planned:
         self.buffers: list[Tensor | None] = [None] * len(schedule.buffers)
         self.pending: list[Any] = [None] * len(self.prepared.ops)
         self.issued = [False] * len(self.prepared.ops)
+        self.left: Any = None  # where the compute stream was when the plan was left
         self.timeline: Timeline | None = current_timeline()
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -140,12 +149,13 @@ class Planned:
 
     def leave(self) -> None:
         """Finishes what has begun, drops all else, and hands gradients to the session. See Note [Leaving a plan]."""
+        self.left = self.streams.issue("leave", "compute", (), lambda: None, self.session.control.poll)
         for i in to_finish(self.schedule, self.issued):
             self._issue(i)
         for i in range(len(self.pending)):
             self._wait(i)
         for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):
-            if buffer.kind == "gradient" and tensor is not None and buffer.weight is not None:
+            if buffer.kind in _WHOLE_GRADIENTS and tensor is not None and buffer.weight is not None:
                 self.session.accumulated[buffer.weight] = tensor
         issued = {op.name for op, done in zip(self.prepared.ops, self.issued, strict=True) if done}
         for weight, region in scattered(self.schedule, issued).items():
@@ -179,6 +189,8 @@ class Planned:
                 self._wait(other)
             return
         waits = [self.pending[other] for other in self.prepared.waits[i] if self.pending[other] is not None]
+        if self.left is not None:
+            waits.append(self.left)
         pending = self.streams.issue(op.name, op.stream, waits, lambda: work(self, op), self.session.control.poll)
         if isinstance(op, Launch) or i in self.prepared.waited:
             self.pending[i] = pending
@@ -223,20 +235,21 @@ class Planned:
             return self.backend.contiguous(self._shard(region)).reshape(-1)
         tensor = self.buffers[region.buffer]
         if tensor is None:
-            assert buffer.kind != "gradient", buffer
-            tensor = self.backend.empty((buffer.numel,), buffer.dtype, self.mesh.device)
+            assert buffer.kind not in _WHOLE_GRADIENTS, buffer
+            with self.streams.memory(buffer.stream):
+                tensor = self.backend.empty((buffer.numel,), buffer.dtype, self.mesh.device)
             self.buffers[region.buffer] = tensor
-        elif buffer.kind == "gradient":
+        elif buffer.kind in _WHOLE_GRADIENTS:
             return self.backend.contiguous(self.backend.detach(tensor)).reshape(-1)
         return tensor if region.stop - region.start == buffer.numel else tensor[region.start : region.stop]
 
     def _free(self, op: Free) -> None:
         tensor, self.buffers[op.buffer] = self.buffers[op.buffer], None
-        if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":
+        if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":  # that is only borrowed
             self.backend.fill(tensor, math.nan)
 
     def _deliver(self, op: Deliver) -> None:
-        if self.schedule.buffers[op.region.buffer].kind == "gradient":
+        if self.schedule.buffers[op.region.buffer].kind == "total":
             delivered = self.buffers[op.region.buffer]
         else:
             delivered = local_view(self._flat(op.region), self._gather(op.weight), self.coordinate)
@@ -304,6 +317,12 @@ class Planned:
             dtype = self.schedule.buffers[total.buffer].dtype
             self.buffers[total.buffer] = self.backend.add(left, right, dtype)
 
+    def _own(self, op: Local) -> None:
+        for weight, lent, region in zip(op.weights, op.reads, op.writes, strict=True):
+            gradient = self.backend.detach(self.buffers[lent.buffer])
+            target = local_view(self._flat(region), self._gather(weight), self.coordinate)
+            self.backend.copy(target, gradient, op.divisor)
+
     def _zero(self, op: Local) -> None:
         for region in op.writes:
             self.backend.fill(self._flat(region), 0.0)
@@ -320,7 +339,7 @@ class Planned:
             if buffer.kind == "shard":
                 assert buffer.weight is not None
                 copies.append(shard_copy(self.backend, target, self._shard(source), self._gather(buffer.weight)))
-            elif buffer.kind == "gradient":
+            elif buffer.kind in _WHOLE_GRADIENTS:
                 assert buffer.weight is not None
                 gradient = self.backend.detach(self.buffers[source.buffer])
                 part = target.reshape((1, -1))

@@ -32,11 +32,14 @@ class Gathers:
         self._wholes: dict[int, dict[int, Region]] = {}
         self._flying: dict[int, list[_Message]] = {}
         self._called: set[int] = set()
+        self._made: set[int] = set()
 
     def before(self, event: int) -> list[Region]:
         """Makes the unit of a compute event whole and gathers ahead; returns what the event reads."""
         index = self._unit(event)
-        self._called.add(index)
+        if index not in self._called:
+            self._called.add(index)
+            self._take_made(index)
         if not self._windows.is_in_place(index) and index not in self._wholes:
             self._launch(index)
         self._launch_ahead(event)  # what has become near since the event before, and what has come to exist
@@ -81,6 +84,13 @@ class Gathers:
         """Returns whether the unit's shards exist: an array that the step makes does when its unit is called."""
         weights = self._program.units[unit].weights
         return unit in self._called or all(self._program.weights[w].origin is not None for w in weights)
+
+    def _take_made(self, unit: int) -> None:
+        """Takes the shards that the step has made, for the unit that is called with them."""
+        made = [w for w in self._program.units[unit].weights if self._program.weights[w].origin is None]
+        if fresh := [w for w in dict.fromkeys(made) if w not in self._made]:
+            self._made.update(fresh)
+            self._draft.caller(f"made for {self._draft.unit(unit)}", fresh)
 
     def _launch(self, unit: int) -> None:
         """Issues the gather of a unit: casts of weights that nobody cuts, then one launch over each communicator."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
 from ._errors import ScheduleError, message
 from ._program import Weight, segments
 from ._reference import Array, Outcome, World, cut_blocks, join_blocks
-from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ._schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 
 # Note [A machine that hides nothing]
 # Every rank has its streams. A stream takes its ops in issue order, starts one when those it waits for are complete,
@@ -28,28 +29,42 @@ from ._schedule import Communicator, Compute, Deliver, Free, Launch, Local, Op, 
 # infinitely fast: allocating and freeing take effect in issue order, before anything has run, as with a caching
 # allocator. So memory is reused early, by a later buffer of the same stream; and a freed buffer is filled with NaN when
 # its stream gets to the `Free`.
+# The caller writes its shards where a `Caller` says so, and NaN at the end. A delivered gradient it reads at once and
+# again as late as it can, before the compute stream goes on; of every other one it lets go at once, so that the memory
+# is given out again; the others it keeps, and whatever writes into them shows. Before each event it works with all
+# memory of the compute stream that is free. Several steps run one after another, and no stream waits for the end of a
+# step.
 
 Steps = Generator[Hashable | None, None, None]
 """The work of a stream. It yields None where it pauses, or what it waits for."""
 
 
-def interpret(schedule: Schedule, world: World, timing: int = 0) -> list[Outcome]:
+def interpret(schedule: Schedule, world: World, timing: int = 0, num_steps: int = 1) -> list[Outcome]:
     """Runs a schedule for all ranks. See Note [A machine that hides nothing].
 
     Args:
         schedule: what to run, safe or not.
         world: the ranks and their numbers.
         timing: seed of the pauses.
+        num_steps: how many times it is run, one after another.
 
     Returns:
-        What each rank has seen: equal to `reference(world)`, whatever the timing, if the schedule is safe.
+        What each rank has seen in each step: equal to `reference(world)` as often as there are steps, whatever the
+        timing, if the schedule is safe.
 
     Raises:
         ScheduleError: no stream can go on, or ranks have met in different collectives.
     """
-    machine = _Machine(schedule, world, random.Random(timing))
+    machine = _Machine(schedule, world, random.Random(timing), num_steps)
     machine.run()
     return machine.outcomes()
+
+
+class _Place(NamedTuple):
+    """Where something happens: on which rank, in which step."""
+
+    rank: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -65,11 +80,11 @@ class _Meeting:
 class _Machine:
     """All ranks, their memory and their streams."""
 
-    def __init__(self, schedule: Schedule, world: World, rng: random.Random) -> None:
-        self._schedule, self._world, self._rng = schedule, world, rng
-        self._places, sizes = _allocate(schedule)
-        self._memory = [[np.full(size, np.nan) for size in sizes] for _ in range(world.num_ranks)]
-        self._outcomes = [Outcome() for _ in range(world.num_ranks)]
+    def __init__(self, schedule: Schedule, world: World, rng: random.Random, num_steps: int) -> None:
+        self._schedule, self._world, self._rng, self._num_steps = schedule, world, rng, num_steps
+        self._allocator = _Allocator(schedule, num_steps, lets_go=rng.random() < 0.5)
+        self._memory = [[np.full(size, np.nan) for size in self._allocator.sizes] for _ in range(world.num_ranks)]
+        self._outcomes = [[Outcome() for _ in range(world.num_ranks)] for _ in range(num_steps)]
         self._handed: list[tuple[Array, Array]] = []
         self._done: set[Hashable] = set()
         self._asleep: defaultdict[Hashable, list[tuple[Steps, float]]] = defaultdict(list)
@@ -78,10 +93,6 @@ class _Machine:
         self._meetings: dict[tuple[Communicator, tuple[int, ...], int], _Meeting] = {}
         self._launches: defaultdict[tuple[int, Communicator], int] = defaultdict(int)
         self._now = 0.0
-        for index, buffer in enumerate(schedule.buffers):
-            if buffer.kind == "shard" and buffer.weight is not None:
-                for rank in range(world.num_ranks):
-                    self._view(rank, Region(index, 0, buffer.numel))[:] = world.shard(buffer.weight, rank)
 
     @cached_property
     def _segments(self) -> dict[str, int]:
@@ -89,21 +100,24 @@ class _Machine:
         return {op.name: events[slot.event][0] for slot in self._schedule.slots for op in slot.ops}
 
     def outcomes(self) -> list[Outcome]:
-        """Returns what the ranks have seen; whatever wrote into a delivered gradient shows."""
+        """Returns what the ranks have seen, step after step; whatever wrote into a gradient that is kept shows."""
         for memory, delivered in self._handed:
             if not np.array_equal(memory, delivered):
                 delivered[:] = np.nan
-        return self._outcomes
+        return [outcome for outcomes in self._outcomes for outcome in outcomes]
 
     # ---------------------------------------------------------------------------------------------------------- timing
 
     def run(self) -> None:
-        streams: dict[tuple[int, str], list[Op]] = defaultdict(list)
+        streams: dict[tuple[int, str], list[Op | int]] = defaultdict(list)
         for rank in range(self._world.num_ranks):
-            for op in self._schedule.ops:
-                streams[rank, op.stream].append(op)
+            for slot in self._schedule.slots:
+                if slot.when == "before":
+                    streams[rank, "compute"].append(slot.event)
+                for op in slot.ops:
+                    streams[rank, op.stream].append(op)
         for (rank, _), ops in streams.items():
-            self._push(self._stream(rank, ops), 10 ** self._rng.uniform(-1.5, 1.5))
+            self._push(self._steps(rank, ops), 10 ** self._rng.uniform(-1.5, 1.5))
         with np.errstate(invalid="ignore"):
             while self._awake:
                 self._now, _, steps, pace = heapq.heappop(self._awake)
@@ -130,59 +144,86 @@ class _Machine:
         for steps, pace in self._asleep.pop(key, ()):
             self._push(steps, pace)
 
-    def _stream(self, rank: int, ops: list[Op]) -> Steps:
+    def _steps(self, rank: int, ops: list[Op | int]) -> Steps:
+        for step in range(self._num_steps):
+            yield from self._stream(_Place(rank, step), ops)
+
+    def _stream(self, at: _Place, ops: list[Op | int]) -> Steps:
         for op in ops:
+            if isinstance(op, int):
+                yield from self._caller_works(at, op)
+                continue
             for name in op.waits:
-                yield (rank, name)
+                yield (at, name)
             yield
             match op:
                 case Compute():
-                    yield from self._compute(rank, op)
+                    yield from self._compute(at, op)
+                case Caller():
+                    yield from self._caller(at, op)
                 case Launch():
-                    yield from self._launch(rank, op)
+                    yield from self._launch(at, op)
                 case Local():
-                    yield from self._local(rank, op)
+                    yield from self._local(at, op)
                 case Free():
-                    self._view(rank, Region(op.buffer, 0, self._schedule.buffers[op.buffer].numel))[:] = np.nan
+                    self._view(at, Region(op.buffer, 0, self._schedule.buffers[op.buffer].numel))[:] = np.nan
                 case Deliver():
-                    self._deliver(rank, op)
-            self._finish((rank, op.name))
+                    yield from self._deliver(at, op)
+            self._finish((at, op.name))
 
     # ------------------------------------------------------------------------------------------------------------ ops
 
-    def _view(self, rank: int, region: Region) -> Array:
-        return self._memory[rank][self._places[region.buffer]][region.start : region.stop]
+    def _view(self, at: _Place, region: Region) -> Array:
+        return self._memory[at.rank][self._allocator.places[at.step][region.buffer]][region.start : region.stop]
 
-    def _read(self, rank: int, regions: tuple[Region, ...], into: list[Array]) -> Steps:
+    def _read(self, at: _Place, regions: tuple[Region, ...], into: list[Array]) -> Steps:
         for region in regions:
-            into.append(self._view(rank, region).copy())
+            into.append(self._view(at, region).copy())
             yield
 
-    def _write(self, rank: int, regions: tuple[Region, ...], values: list[Array]) -> Steps:
+    def _write(self, at: _Place, regions: tuple[Region, ...], values: list[Array]) -> Steps:
         for region, value in zip(regions, values, strict=True):
             yield
-            self._view(rank, region)[:] = value
+            self._view(at, region)[:] = value
 
-    def _compute(self, rank: int, op: Compute) -> Steps:
+    def _caller_works(self, at: _Place, event: int) -> Steps:
+        """Uses all memory of the compute stream that is free before an event."""
+        used = [self._memory[at.rank][place] for place in self._allocator.free[at.step].get(event, ())]
+        for memory in used:
+            memory[:] = np.inf
+            yield
+        if not all(np.isinf(memory).all() for memory in used):
+            self._outcomes[at.step][at.rank].observations[-1 - event] = math.nan  # no unit's: agrees with nothing
+
+    def _caller(self, at: _Place, op: Caller) -> Steps:
+        """Writes the shards; those that it has written already, NaN: the step is over."""
+        for region in op.writes:
+            weight = self._schedule.buffers[region.buffer].weight
+            yield
+            again = (at, region.buffer) in self._done
+            self._view(at, region)[:] = np.nan if again or weight is None else self._world.shard(weight, at.rank)
+            self._finish((at, region.buffer))
+
+    def _compute(self, at: _Place, op: Compute) -> Steps:
         """Reads the weights twice, when it starts and when it ends: they have to stay."""
         first: list[Array] = []
         second: list[Array] = []
-        yield from self._read(rank, op.reads, first)
-        yield from self._read(rank, op.reads, second)
+        yield from self._read(at, op.reads, first)
+        yield from self._read(at, op.reads, second)
         program = self._world.program
         event = program.events[op.event]
         same = all(map(np.array_equal, first, second))
         observed = self._world.observe(first) if same else math.nan
-        self._outcomes[rank].observations[op.event] = (
-            observed if op.event not in self._outcomes[rank].observations else math.nan
-        )
+        observations = self._outcomes[at.step][at.rank].observations
+        observations[op.event] = observed if op.event not in observations else math.nan
         if event.kind == "backward":
             members = enumerate(program.unit_of(event).weights)
             positions = [position for position, weight in members if program.weights[weight].trainable]
-            values = [self._world.gradient(rank, op.event, position, first) for position in positions]
-            yield from self._write(rank, op.writes, values)
+            values = [self._world.gradient(at.rank, op.event, position, first) for position in positions]
+            yield from self._write(at, op.writes, values)
 
-    def _launch(self, rank: int, op: Launch) -> Steps:
+    def _launch(self, at: _Place, op: Launch) -> Steps:
+        rank = at.rank
         group = self._world.group(op.communicator.axes, rank)
         turn = self._launches[rank, op.communicator]
         self._launches[rank, op.communicator] += 1
@@ -197,30 +238,37 @@ class _Machine:
         pairs = list(range(len(op.reads)))
         self._rng.shuffle(pairs)
         for pair in pairs:
-            meeting.brought[pair, rank] = self._view(rank, op.reads[pair]).copy()
+            meeting.brought[pair, rank] = self._view(at, op.reads[pair]).copy()
             if all((pair, other) in meeting.brought for other in group):
                 self._finish((key, pair))
             yield
         for pair in pairs:
             yield (key, pair)
             messages = [meeting.brought[pair, other] for other in group]
-            self._view(rank, op.writes[pair])[:] = _received(op, messages, group.index(rank))
+            self._view(at, op.writes[pair])[:] = _received(op, messages, group.index(rank))
             yield
 
-    def _local(self, rank: int, op: Local) -> Steps:
+    def _local(self, at: _Place, op: Local) -> Steps:
         reads: list[Array] = []
-        yield from self._read(rank, op.reads, reads)
-        yield from self._write(rank, op.writes, self._results(op, reads))
+        yield from self._read(at, op.reads, reads)
+        yield from self._write(at, op.writes, self._results(op, reads))
 
     def _results(self, op: Local, reads: list[Array]) -> list[Array]:
         weights = [self._world.program.weights[weight] for weight in op.weights]
         return _RESULTS[op.kind](op, weights, reads)
 
-    def _deliver(self, rank: int, op: Deliver) -> None:
-        memory = self._view(rank, op.region)
+    def _deliver(self, at: _Place, op: Deliver) -> Steps:
+        """Reads a gradient, and again later: the caller's work, which may still be queued when it drops it."""
+        memory = self._view(at, op.region)
         delivered = memory.copy()
-        self._handed.append((memory, delivered))
-        self._outcomes[rank].gradients.setdefault((self._segments[op.name], op.weight), []).append(delivered)
+        yield
+        yield
+        if not np.array_equal(memory, delivered):
+            delivered[:] = np.nan
+        gradients = self._outcomes[at.step][at.rank].gradients
+        gradients.setdefault((self._segments[op.name], op.weight), []).append(delivered)
+        if op.region.buffer not in self._allocator.dropped:
+            self._handed.append((memory, delivered))
 
 
 def _received(op: Launch, messages: list[Array], index: int) -> Array:
@@ -251,36 +299,70 @@ _RESULTS: dict[str, Callable[[Local, list[Weight], list[Array]], list[Array]]] =
     "accumulate": lambda op, weights, reads: [a + b for a, b in zip(reads[::2], reads[1::2], strict=True)],
     "pack_gradients": _packed,
     "zero": lambda op, weights, reads: [np.zeros(region.numel) for region in op.writes],
+    "own": lambda op, weights, reads: [read / op.divisor for read in reads],
     "sum_parts": lambda op, weights, reads: [read.reshape(op.parts, -1).sum(axis=0) for read in reads],
     "copy": lambda op, weights, reads: reads,
     "scale": lambda op, weights, reads: [read / op.divisor for read in reads],
 }
 
 
-def _allocate(schedule: Schedule) -> tuple[list[int], list[int]]:
-    """Returns which storage each buffer gets, and the size of each storage: a caching allocator, in issue order."""
-    places: dict[int, int] = {}
-    sizes: list[int] = []
-    pools: defaultdict[str, list[int]] = defaultdict(list)
+class _Allocator:
+    """A caching allocator, in issue order: which storage each buffer has in each step.
 
-    def take(buffer: int, pool: list[int]) -> None:
-        numel = schedule.buffers[buffer].numel
-        fitting = [place for place in reversed(pool) if sizes[place] >= numel]
-        if fitting:
-            pool.remove(fitting[0])
+    Args:
+        schedule: in whose order memory is taken and given back.
+        num_steps: how many times.
+        lets_go: the caller drops whatever it is given at once, else every other buffer only.
+
+    Attributes:
+        places: by step, the storage of each buffer.
+        sizes: of the storages.
+        free: by step and event, the storages of the compute stream that are free just before the event.
+        dropped: the delivered buffers that the caller drops at once.
+    """
+
+    def __init__(self, schedule: Schedule, num_steps: int, *, lets_go: bool) -> None:
+        self._schedule = schedule
+        self._pools: defaultdict[str, list[int]] = defaultdict(list)
+        self._delivers = Counter(op.region.buffer for op in schedule.ops if isinstance(op, Deliver))
+        self.sizes: list[int] = []
+        self.dropped = {buffer for nth, buffer in enumerate(self._delivers) if lets_go or nth % 2}
+        self._shards = {i: self._new(i) for i, buffer in enumerate(schedule.buffers) if buffer.kind == "shard"}
+        self.free: list[dict[int, list[int]]] = []
+        self.places = [self._step() for _ in range(num_steps)]
+
+    def _new(self, buffer: int) -> int:
+        self.sizes.append(self._schedule.buffers[buffer].numel)
+        return len(self.sizes) - 1
+
+    def _take(self, buffer: int) -> int:
+        found = self._schedule.buffers[buffer]
+        pool = self._pools[found.stream]
+        fitting = [place for place in reversed(pool) if self.sizes[place] >= found.numel]
+        if not fitting:
+            return self._new(buffer)
+        place = min(fitting, key=self.sizes.__getitem__)
+        pool.remove(place)
+        return place
+
+    def _step(self) -> list[int]:
+        places, left = dict(self._shards), self._delivers.copy()
+        self.free.append({})
+        for slot in self._schedule.slots:
+            if slot.when == "before":
+                self.free[-1][slot.event] = list(self._pools["compute"])
+            for op in slot.ops:
+                self._issue(op, places, left)
+        return [places[i] if i in places else self._new(i) for i in range(len(self._schedule.buffers))]
+
+    def _issue(self, op: Op, places: dict[int, int], left: Counter[int]) -> None:
+        gone: int | None = None
+        if isinstance(op, Free):
+            gone = op.buffer
+        elif isinstance(op, Deliver):
+            left[op.region.buffer] -= 1
+            gone = op.region.buffer if not left[op.region.buffer] and op.region.buffer in self.dropped else None
         else:
-            sizes.append(numel)
-        places[buffer] = fitting[0] if fitting else len(sizes) - 1
-
-    for index, buffer in enumerate(schedule.buffers):
-        if buffer.kind == "shard":
-            take(index, [])
-    for op in schedule.ops:
-        written = op.writes if isinstance(op, (Compute, Launch, Local)) else ()
-        for buffer in dict.fromkeys(region.buffer for region in written if region.buffer not in places):
-            take(buffer, pools[schedule.buffers[buffer].stream])
-        if isinstance(op, Free) and op.buffer in places:
-            pools[schedule.buffers[op.buffer].stream].append(places[op.buffer])
-    for index in set(range(len(schedule.buffers))) - places.keys():
-        take(index, [])
-    return [places[index] for index in range(len(schedule.buffers))], sizes
+            places |= {r.buffer: self._take(r.buffer) for r in op.writes if r.buffer not in places}
+        if gone is not None and gone in places:
+            self._pools[self._schedule.buffers[gone].stream].append(places[gone])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 
 # Note [Leaving a plan]
 # Nothing may be lost, and nothing be finished that is not complete. What was gathered is dropped. A reduce-scatter or
@@ -21,6 +21,8 @@ def touched(op: Op) -> tuple[Region, ...]:
         return (Region(op.buffer, 0, 1 << 62),)
     if isinstance(op, Deliver):
         return (op.region,)
+    if isinstance(op, Caller):
+        return op.writes
     return (*op.reads, *op.writes)
 
 
@@ -42,7 +44,7 @@ def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
         if not done:
             is_ahead |= isinstance(op, Compute) and schedule.program.events[op.event].kind == "forward"
             is_late = is_ahead and not awaits and not isinstance(op, Free)
-            if isinstance(op, Compute) or op.stream == "gather" or buffers & stuck or is_late:
+            if isinstance(op, (Compute, Caller)) or op.stream == "gather" or buffers & stuck or is_late:
                 stuck |= buffers
                 continue
             found.append(index)

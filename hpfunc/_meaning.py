@@ -34,7 +34,7 @@ from ._contents import (
     summed_dtypes,
 )
 from ._program import COMPUTES, Program, segments
-from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
+from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
 
 
 def num_ranks(program: Program) -> dict[Axes, int]:
@@ -84,20 +84,23 @@ class _Run:
         self._buffers = schedule.buffers
         self._collectives = Collectives(schedule.program)
         self._num_ranks = num_ranks(schedule.program)
-        self._memory = [self._initial(index) for index in range(len(schedule.buffers))]
+        self._memory: list[Content] = [(Piece(Nothing(), buffer.numel),) for buffer in schedule.buffers]
         self._segments = [delivered for delivered, _ in segments(schedule.program)]
         self._expected = _expected(schedule.program)
         self._first_uses = _first_uses(schedule.program)
         self._delivered: set[tuple[int, int]] = set()
+        self._given: set[Region] = set()
 
     def step(self, slot: Slot, op: Op) -> None:
         match op:
             case Compute():
                 self._compute(op)
+            case Caller():
+                self._caller(slot, op)
             case Launch():
-                self._launch(slot, op)
+                self._launch(op)
             case Local():
-                self._local(slot, op)
+                self._local(op)
             case Free():
                 self._memory[op.buffer] = (Piece(Unknown(), self._buffers[op.buffer].numel),)
             case Deliver():
@@ -112,7 +115,7 @@ class _Run:
             start += piece.numel
 
     def spoil(self, op: Op) -> None:
-        for region in op.writes if isinstance(op, (Compute, Launch, Local)) else ():
+        for region in op.writes if isinstance(op, (Compute, Caller, Launch, Local)) else ():
             self._write(region, (Piece(Unknown(), region.numel),))
 
     def missing(self) -> Iterator[tuple[str, str]]:
@@ -120,12 +123,6 @@ class _Run:
             yield self._program.weights[weight].name, f"its gradient of backward {segment} is never delivered"
 
     # ---------------------------------------------------------------------------------------------------------- memory
-
-    def _initial(self, index: int) -> Content:
-        buffer = self._buffers[index]
-        if buffer.kind == "shard" and buffer.weight is not None:
-            return join([(Piece(Param(buffer.weight, OWN, (buffer.dtype,)), buffer.numel),)])
-        return (Piece(Nothing(), buffer.numel),)
 
     def _read(self, region: Region) -> Content:
         content = self._memory[region.buffer]
@@ -151,18 +148,25 @@ class _Run:
         after = cut(old, region.stop, buffer.numel)
         self._memory[region.buffer] = join([cut(old, 0, region.start), content, after])
 
-    def _read_all(self, slot: Slot, regions: Sequence[Region]) -> list[Content] | None:
+    def _read_all(self, regions: Sequence[Region]) -> list[Content] | None:
         """Returns what the regions hold; None if an op that is reported has written it."""
-        for region in regions:
-            buffer = self._buffers[region.buffer]
-            made_here = buffer.kind == "shard" and self._program.weights[buffer.weight or 0].origin is None
-            if made_here and slot.event < self._first_uses.get(buffer.weight or 0, 0):
-                raise WrongError(f"reads {buffer.name} before its unit is called: the step has not made it yet")
         contents = [self._read(region) for region in regions]
         known = not any(isinstance(piece.value, Unknown) for content in contents for piece in content)
         return contents if known else None
 
     # ------------------------------------------------------------------------------------------------------------- ops
+
+    def _caller(self, slot: Slot, op: Caller) -> None:
+        for region in op.writes:
+            buffer = self._buffers[region.buffer]
+            if buffer.weight is None or region.numel != buffer.numel:
+                raise WrongError(f"writes {buffer.name}, which is not the shard of a weight, or not all of it")
+            made_here = self._program.weights[buffer.weight].origin is None
+            if made_here and slot.event < self._first_uses.get(buffer.weight, 0):
+                raise WrongError(f"writes {buffer.name} before its unit is called: the step has not made it yet")
+            value = Nothing() if region in self._given else Param(buffer.weight, OWN, (buffer.dtype,))
+            self._write(region, join([(Piece(value, region.numel),)]))
+            self._given.add(region)
 
     def _compute(self, op: Compute) -> None:
         event = self._program.events[op.event]
@@ -185,8 +189,8 @@ class _Run:
         w = self._program.weights[weight]
         return blocks(w, Grad(weight, OWN, summed_dtypes(w, uses), (uses,)))
 
-    def _launch(self, slot: Slot, op: Launch) -> None:
-        contents = self._read_all(slot, op.reads)
+    def _launch(self, op: Launch) -> None:
+        contents = self._read_all(op.reads)
         if contents is None:
             self.spoil(op)
             return
@@ -194,8 +198,8 @@ class _Run:
         for region, content in zip(op.writes, contents, strict=True):
             self._write(region, self._collectives.apply(op.collective, content, axes, self._num_ranks[axes]))
 
-    def _local(self, slot: Slot, op: Local) -> None:
-        contents = self._read_all(slot, op.reads)
+    def _local(self, op: Local) -> None:
+        contents = self._read_all(op.reads)
         if contents is None:
             self.spoil(op)
             return
@@ -213,6 +217,8 @@ class _Run:
                 return [cast(c, self._dtype(region)) for c, region in zip(contents, op.writes, strict=False)]
             case "scale":
                 return [tuple(self._scaled(piece, op.divisor) for piece in content) for content in contents]
+            case "own":
+                return self._owned(op, contents)
             case "sum_parts":
                 return [self._collectives.sum_parts(content, op.parts, self._num_ranks) for content in contents]
             case "accumulate":
@@ -235,6 +241,16 @@ class _Run:
             raise WrongError(f"scales what is no block of a gradient: {value}")
         early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
         return piece._replace(value=value._replace(divided=value.divided * divisor, early=early))
+
+    def _owned(self, op: Local, contents: list[Content]) -> list[Content]:
+        owned: list[Content] = []
+        for weight, content, region in zip(op.weights, contents, op.writes, strict=True):
+            value = content[0].value if content else Grad(weight, OWN, (self._program.weights[weight].dtype,), ((),))
+            if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
+                raise WrongError(f"does not read the whole gradient of {self._program.weights[weight].name}")
+            casted = cast(content, self._dtype(region))
+            owned.append(casted if op.divisor == 1 else tuple(self._scaled(piece, op.divisor) for piece in casted))
+        return owned
 
     def _accumulated(self, op: Local, contents: list[Content]) -> list[Content]:
         """Returns sums of what came so far and one more: another order would have other bits."""

@@ -54,7 +54,8 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))
     >>> for op in plan(Program((weight,), (Unit("layer", (0,)),), events), Policy(pack_below_bytes=0)).ops:
     ...     print(f"{op.stream:15}{op.name:23}{', '.join(op.waits)}".rstrip())
-    gather         gather layer
+    compute        begin
+    gather         gather layer           begin
     compute        forward layer          gather layer
     compute        backward layer
     gather         free whole w           backward layer
@@ -62,6 +63,7 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     compute        free gradient w        reduce_scatter layer
     compute        scale layer
     compute        deliver w
+    compute        end
     """
     if policy.pack_below_bytes is None:
         policy = replace(policy, pack_below_bytes=PACK_BELOW_BYTES)
@@ -72,6 +74,8 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     reductions = Reductions(draft)
     for index, event in enumerate(program.events):
         draft.at(index, "before")
+        if index == 0:
+            draft.caller("begin", [w for w in program.used if program.weights[w].origin is not None])
         if event.kind in COMPUTES:
             reads = gathers.before(index)
             writes = reductions.gradients(index) if event.kind == "backward" else []
@@ -84,4 +88,5 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
             reductions.end(index)
         elif event.kind == "end_step":
             gathers.end()
+            draft.caller("end", draft.shards)
     return draft.schedule()

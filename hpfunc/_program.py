@@ -111,6 +111,12 @@ class Program:
         assert event.unit is not None, event
         return self.units[event.unit]
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The weights that units use, in the order of the first use."""
+        units = [self.units[event.unit] for event in self.events if event.unit is not None]
+        return tuple(dict.fromkeys(w for unit in units for w in unit.weights))
+
     def describe(self, event: Event) -> str:
         """Returns the event for people: ``forward embed``, ``backward block#1`` for a second use."""
         if event.unit is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ._bundles import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
 from ._carried import Carried, carries_shards
@@ -113,9 +114,9 @@ class Reductions:
         self._shares = shares(draft.program, self._finals, self._carries, draft.policy)
         self._open: dict[Share, Bundle] = {}
         self._gradients: dict[int, Region] = {}
-        self._totals: set[int] = set()
         self._carried = Carried(draft)
         self._pending: _Group | None = None
+        self._to_carry: set[int] = set()  # what was scattered last, and will be carried
         self._exchanged: list[tuple[Bundle, Region]] = []
         self._parts: list[Region] = []
         self._reduced: list[Bundle] = []
@@ -124,7 +125,7 @@ class Reductions:
         """Returns new buffers for the whole gradients that a backward writes, in the order of its weights."""
         weights = self._program.weights
         members = self._program.unit_of(self._program.events[event]).weights
-        return [self._gradient(w, weights[w].dtype) for w in members if weights[w].trainable]
+        return [self._whole("gradient", w, weights[w].dtype) for w in members if weights[w].trainable]
 
     def after(self, event: int, gradients: list[Region]) -> None:
         """Adds the gradients of a backward to those of earlier ones, and reduces those that are complete."""
@@ -139,7 +140,10 @@ class Reductions:
     def _advance(self, event: int, label: str) -> None:
         """Takes the four steps."""
         previous, self._pending = self._pending, _Group(label, self._carries[event])
+        carrying = previous.members if previous and previous.carries else []
+        self._to_carry = {w for _, member in carrying for w in member.slices}
         self._scatter(self._pending, event)
+        self._carried.free_spent()
         if previous:
             self._await(previous)
             self._deliver([bundle for bundle in previous.complete if bundle.first.num_replicas == 1])
@@ -159,21 +163,21 @@ class Reductions:
         self._all_reduce(complete)
         self._collect()
         self._free_parts()
+        self._carried.free_spent()
         self._deliver(self._reduced + [bundle for bundle in complete if bundle.first.num_replicas == 1])
         self._pending, self._reduced = None, []
         assert not self._gradients, "a gradient was never complete"
 
-    def _gradient(self, weight: int, dtype: str) -> Region:
+    def _whole(self, kind: Literal["gradient", "total"], weight: int, dtype: str) -> Region:
         w = self._program.weights[weight]
-        return self._draft.buffer("gradient", self._draft.weight(weight), w.whole_numel, dtype, "compute", weight)
+        return self._draft.buffer(kind, self._draft.weight(weight), w.whole_numel, dtype, "compute", weight)
 
     def _accumulate(self, weight: int, gradient: Region) -> None:
-        """Adds a whole gradient to those before it; from the third on in place: the first is autograd's own."""
+        """Adds a whole gradient to those before it; from the third on in place: the first is borrowed."""
         if weight in self._gradients:
             earlier = total = self._gradients[weight]
-            if earlier.buffer not in self._totals:
-                total = self._gradient(weight, self._program.weights[weight].accum_dtype)
-                self._totals.add(total.buffer)
+            if self._draft.kind(earlier) == "gradient":
+                total = self._whole("total", weight, self._program.weights[weight].accum_dtype)
             name = f"accumulate {self._draft.weight(weight)}"
             self._draft.local(name, "accumulate", "compute", [earlier, gradient], [total], weights=(weight,))
             if total != earlier:
@@ -198,14 +202,26 @@ class Reductions:
             self._launch_scatter(group, launch)
 
     def _take(self, group: _Group, index: int) -> bool:
-        """Takes the gradient itself for the reduce buffer, if nobody else has a part of it."""
+        """Takes a whole gradient that needs no reduction: itself if it is a total, else a copy, divided on the way."""
         weight, gradient = self._program.weights[index], self._gradients[index]
-        alone = weight.num_shards == weight.num_replicas == 1 and not group.carries and index not in self._carried
-        if not alone or self._draft.dtype(gradient) != weight.reduce_dtype or prescaled(weight):
+        alone = weight.num_shards == weight.num_replicas == 1
+        if not alone or group.carries or index in self._carried or index in self._to_carry:
             return False
-        region = self._gradients.pop(index)
+        if self._draft.dtype(gradient) != weight.reduce_dtype or prescaled(weight):
+            return False
+        region, name = self._gradients.pop(index), self._draft.weight(index)
+        borrowed = self._draft.kind(region) == "gradient"
+        if borrowed:
+            lent, region = (
+                region,
+                self._draft.buffer("reduce", name, weight.block_numel, weight.reduce_dtype, "compute", index),
+            )
+            self._draft.local(
+                f"own {name}", "own", "compute", [lent], [region], weights=(index,), divisor=weight.divisor
+            )
+            self._draft.free(lent)
         member = Member({index: region}, [region])
-        bundle = Bundle(self._draft.weight(index), weight, region, [member])
+        bundle = Bundle(name, weight, region, [member], is_scaled=borrowed)
         group.members.append((bundle, member))
         group.complete.append(bundle)
         return True
@@ -282,7 +298,7 @@ class Reductions:
         """Scales the sums, casts them to the dtype in which they accumulate, and hands them over in order."""
         delivered: dict[int, Region] = {}
         for bundle in bundles:
-            if bundle.first.divisor > 1 and not prescaled(bundle.first):
+            if bundle.first.divisor > 1 and not bundle.is_scaled and not prescaled(bundle.first):
                 regions, divisor = bundle.filled, bundle.first.divisor
                 self._draft.local(f"scale {bundle.label}", "scale", "compute", regions, regions, divisor=divisor)
             casts = {w: self._output(w) for w in bundle.slices if self._casts(bundle, w)}

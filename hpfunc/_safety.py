@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
+from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
 
 # Note [Happens before]
 # Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op.
@@ -14,12 +14,18 @@ from ._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedu
 # clock for a's stream has reached a's position there. Two ops that touch one element, one of them writing, must be
 # ordered so; then no timing can show another result than the issue order. A `Free` or `Deliver` writes all that it
 # gives away, and a buffer's first write brings it to life: it must happen before every other use.
+#
+# Between two events the caller issues work of its own on the compute stream, of which the schedule says nothing: it
+# counts as one more op there. That work may read anything that was delivered, whose memory goes back to the stream that
+# it was taken from once the caller drops it. So only memory of the compute stream is delivered, and an op of another
+# stream that begins such memory must happen after everything that was issued on the compute stream before it.
 
 Problem = tuple[str, str]
 
 
 Clock = list[int]
 _LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
+_COMPUTE = _LANES["compute"]
 
 
 class _Use(NamedTuple):
@@ -34,7 +40,7 @@ class _Use(NamedTuple):
 
 @dataclass(slots=True)
 class _Life:
-    """What has happened to a buffer so far."""
+    """What has happened to a buffer so far. The life of a shard ends when the caller writes it again."""
 
     uses: list[_Use] = field(default_factory=list)
     born: Op | None = None
@@ -42,43 +48,71 @@ class _Life:
     delivered: list[_Use] = field(default_factory=list)
 
 
+class _Clocks(NamedTuple):
+    """For each op its clock, and how far the compute stream had come when it was issued."""
+
+    known: dict[str, Clock]
+    computed: dict[str, int]
+
+
 def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
     """Yields the name of each op that races with an earlier one, or misuses a buffer, and why."""
     clocks = _clocks(schedule)
     lives = [_Life() for _ in schedule.buffers]
-    for op in schedule.ops:
-        clock = clocks[op.name]
-        for use in _uses(schedule, op, clock):
-            life = lives[use.region.buffer]
-            for text in _misuse(schedule, use, life):
-                yield op.name, text
-            for earlier in _races(use, life, clock):
-                name = schedule.name(use.region)
-                yield op.name, f"uses {name}, but is not ordered after {earlier.name}"
-            _record(use, life)
+    first = _begins(schedule)
+    if first is None:
+        yield "begin", "the first op is not the caller's"
+    for slot in schedule.slots:
+        for op in slot.ops:
+            clock = clocks.known[op.name]
+            if first is not None and clock[_COMPUTE] < clocks.known[first.name][_COMPUTE]:
+                yield op.name, "is not ordered after the beginning of the step"
+            for use in _uses(schedule, op, clock):
+                life = lives[use.region.buffer]
+                for text in _misuse(schedule, use, life, clocks.computed[op.name], clock):
+                    yield op.name, text
+                for earlier in _races(use, life, clock):
+                    name = schedule.name(use.region)
+                    yield op.name, f"uses {name}, but is not ordered after {earlier.name}"
+                _record(use, life)
+    yield from _leaks(schedule, lives)
+
+
+def _leaks(schedule: Schedule, lives: Sequence[_Life]) -> Iterator[Problem]:
     for buffer, life in zip(schedule.buffers, lives, strict=True):
-        if buffer.kind != "shard" and life.born is None:
+        if life.born is None:
             yield buffer.name, "this buffer is never written"
-        elif buffer.kind != "shard" and life.freed is None and not life.delivered:
-            yield buffer.name, "this buffer is neither freed nor delivered"
+        elif life.freed is None and not life.delivered:
+            due = "not handed back to the caller" if buffer.kind == "shard" else "neither freed nor delivered"
+            yield buffer.name, f"this buffer is {due}"
 
 
-def _clocks(schedule: Schedule) -> dict[str, Clock]:
-    clocks: dict[str, Clock] = {}
+def _begins(schedule: Schedule) -> Caller | None:
+    first = next(schedule.ops, None)
+    return first if isinstance(first, Caller) else None
+
+
+def _clocks(schedule: Schedule) -> _Clocks:
+    found = _Clocks({}, {})
     last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
-    for op in schedule.ops:
-        lane = _LANES[op.stream]
-        clock = last[lane].copy()
-        for name in op.waits:
-            clock = list(map(max, clock, clocks[name]))
-        clock[lane] += 1
-        clocks[op.name] = last[lane] = clock
-    return clocks
+    for slot in schedule.slots:
+        if slot.when == "before":
+            last[_COMPUTE] = last[_COMPUTE].copy()
+            last[_COMPUTE][_COMPUTE] += 1  # the caller's own work
+        for op in slot.ops:
+            found.computed[op.name] = last[_COMPUTE][_COMPUTE]
+            lane = _LANES[op.stream]
+            clock = last[lane].copy()
+            for name in op.waits:
+                clock = list(map(max, clock, found.known[name]))
+            clock[lane] += 1
+            found.known[op.name] = last[lane] = clock
+    return found
 
 
 def hidden_launches(schedule: Schedule) -> int:
     """Returns how many launches may still be under way while a unit computes that is issued after them."""
-    clocks = _clocks(schedule)
+    clocks = _clocks(schedule).known
     count, waiting = 0, list[Launch]()
     for op in schedule.ops:
         if isinstance(op, Launch):
@@ -98,35 +132,50 @@ def _uses(schedule: Schedule, op: Op, clock: Clock) -> list[_Use]:
             return [_Use(region, op, True, lane, clock[lane])]
         case Deliver():
             return [_Use(op.region, op, True, lane, clock[lane])]
+        case Caller():
+            return [_Use(region, op, True, lane, clock[lane]) for region in op.writes]
         case _:
             reads = [_Use(region, op, False, lane, clock[lane]) for region in op.reads]
             return reads + [_Use(region, op, True, lane, clock[lane]) for region in op.writes]
 
 
-def _misuse(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
+def _misuse(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Clock) -> Iterator[str]:
+    """Yields what is wrong with a use; the compute stream had come to `computed` when its op was issued."""
     op, buffer = use.op, schedule.buffers[use.region.buffer]
-    if buffer.kind == "shard":
-        if use.writes:
-            verb = "frees" if isinstance(op, Free) else "delivers" if isinstance(op, Deliver) else "writes"
-            yield f"{verb} {buffer.name}, which belongs to the caller"
-        return
+    if isinstance(op, Caller) != (buffer.kind == "shard") and use.writes:
+        owner = "the caller" if buffer.kind == "shard" else "the schedule"
+        yield f"{_verb(op)} {buffer.name}, which belongs to {owner}"
+    elif buffer.kind == "gradient" and use.writes and not isinstance(op, (Compute, Free)):
+        yield f"{_verb(op)} {buffer.name}, which is only borrowed from autograd"
+    elif isinstance(op, Compute) and use.writes and buffer.kind != "gradient":
+        yield f"writes {buffer.name}, which autograd does not write"
     if life.freed:
         yield f"uses {buffer.name} after {life.freed.name}"
     for given in life.delivered:
         if isinstance(op, Free) or use.region.overlaps(given.region):
             yield f"uses {schedule.name(use.region)} after {given.op.name}"
             break
+    if isinstance(op, Deliver) and buffer.stream != "compute":
+        yield f"delivers {buffer.name}, which is memory of stream {buffer.stream}: the caller drops it unseen by that"
     if use.writes:
-        yield from _miswrite(schedule, use, life)
+        yield from _miswrite(schedule, use, life, computed, clock)
 
 
-def _miswrite(schedule: Schedule, use: _Use, life: _Life) -> Iterator[str]:
+def _verb(op: Op) -> str:
+    return "frees" if isinstance(op, Free) else "delivers" if isinstance(op, Deliver) else "writes"
+
+
+def _miswrite(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Clock) -> Iterator[str]:
     op, buffer = use.op, schedule.buffers[use.region.buffer]
     if not life.born and isinstance(op, (Free, Deliver)):
         yield f"gives {buffer.name} away, which nobody has written"
-    elif (isinstance(op, Free) or not life.born) and op.stream != buffer.stream:
-        verb = "frees" if isinstance(op, Free) else "begins"
-        yield f"{verb} {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
+    elif isinstance(op, Free) and op.stream != buffer.stream:
+        yield f"frees {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
+    elif not life.born and op.stream != buffer.stream:
+        if buffer.stream != "compute":
+            yield f"begins {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
+        elif clock[_COMPUTE] < computed:
+            yield f"begins {buffer.name} on stream {op.stream}, but is not ordered after what the caller has done"
     if isinstance(op, (Compute, Launch, Local)) and not _in_place(op):
         same = isinstance(op, Local) and op.kind == "accumulate"  # may add to one of its reads
         others = (region for region in op.reads if region.overlaps(use.region) and not (same and region == use.region))
@@ -151,7 +200,7 @@ def _races(use: _Use, life: _Life, clock: Clock) -> list[Op]:
 
 def _record(use: _Use, life: _Life) -> None:
     life.uses.append(use)
-    if isinstance(use.op, Free):
+    if isinstance(use.op, Free) or (isinstance(use.op, Caller) and life.born is not None):
         life.freed = life.freed or use.op
     elif isinstance(use.op, Deliver):
         life.delivered.append(use)

@@ -21,9 +21,11 @@ from ._program import Program
 Stream = Literal["compute", "gather", "reduce_scatter", "all_reduce"]
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 LocalKind = Literal[
-    "pack_shards", "unpack_wholes", "accumulate", "pack_gradients", "zero", "sum_parts", "copy", "scale"
+    "pack_shards", "unpack_wholes", "accumulate", "pack_gradients", "zero", "sum_parts", "own", "copy", "scale"
 ]
-BufferKind = Literal["shard", "send", "gathered", "whole", "gradient", "staging", "reduce", "carry", "part", "output"]
+BufferKind = Literal[
+    "shard", "send", "gathered", "whole", "gradient", "total", "staging", "reduce", "carry", "part", "output"
+]
 
 ALIGN_BYTES = 512
 
@@ -43,11 +45,14 @@ def itemsize(dtype: str) -> int:
 class Buffer:
     """Memory with a lifetime. It begins with the first op that writes it and ends with its `Free` or `Deliver`.
 
-    A ``shard`` is the caller's: there before the step, only read. A ``gradient`` comes out of autograd, written by the
-    backward's `Compute`. Everything else is the runtime's.
+    A ``shard`` is the caller's, who writes it (`Caller`); everybody else only reads it. A ``gradient`` is borrowed from
+    autograd: the backward's `Compute` writes it, and it may have any strides, or share its memory with others, so
+    nothing else may write it, nor deliver it. Everything else is the runtime's. A ``total`` is the sum of the whole
+    gradients of several uses.
 
     Attributes:
-        stream: the stream in whose order it is allocated and freed; its first write and its `Free` are on it.
+        stream: the stream from whose memory it is taken, and to which it goes back; its `Free` is on it. See Note
+            [Whose memory].
         weight: the weight that it belongs to, where it is one's alone.
     """
 
@@ -109,6 +114,21 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """What the caller has done on the compute stream up to here: among other things, it has written some shards.
+
+    A step begins with one that writes the shards of the step's arguments, and ends with one that writes all of them
+    again: from then on the caller may overwrite or drop them. Others stand before the first use of arrays that the step
+    itself makes, and where Note [Whose memory] asks for one.
+    """
+
+    name: str
+    writes: tuple[Region, ...] = ()
+    waits: tuple[str, ...] = ()
+    stream: Stream = "compute"
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Collectives over one communicator that go out together: ``reads[i]`` is sent, ``writes[i]`` received.
 
@@ -138,6 +158,7 @@ class Local:
         before the cast, into one message (ranks * blocks of `weights`).
     zero: zeros into every write.
     sum_parts: ``reads[i]`` holds `parts` equal parts; their sum in that order into ``writes[i]``.
+    own: the whole gradients of `weights` into ``writes[i]``, cast, then divided by `divisor`.
     copy: ``reads[i]`` into ``writes[i]``, cast if their dtypes differ.
     scale: every write, in place, divided by `divisor`; `reads` equals `writes`.
     """
@@ -174,7 +195,17 @@ class Deliver:
     stream: Stream = "compute"
 
 
-Op: TypeAlias = Compute | Launch | Local | Free | Deliver
+Op: TypeAlias = Compute | Caller | Launch | Local | Free | Deliver
+
+# Note [Whose memory]
+# The allocator of a device keeps memory by stream. What was taken on a stream goes back to it as soon as the host drops
+# it, and is given out again at once, in the order of that stream. Memory that only ops of the schedule use belongs to
+# the stream of its first write, and its `Free` waits for the other streams. But a gradient that was delivered is
+# dropped by the caller, at any time, while the caller's own work on the compute stream may still have to read it. So
+# what is delivered is memory of the compute stream. If another stream writes it first, that stream waits for all work
+# that the compute stream was given before, the caller's own work between two events included: for the latest op of the
+# compute stream in the same slot, or for the `Compute` just before it, or for a `Caller` that is put there.
+# And every other stream begins a step by waiting for the first op of the step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +298,9 @@ def _describe(schedule: Schedule, op: Op) -> str:
             what, size = f"free {op.buffer}", schedule.buffers[op.buffer].size_bytes
         case Deliver():
             what, size = f"deliver {schedule.name(op.region)} as weight {op.weight}", _size(schedule, (op.region,))
+        case Caller():
+            written = ", ".join(map(schedule.name, op.writes)) or "()"
+            what, size = f"caller: -> {written}", _size(schedule, op.writes)
         case _:
             reads, writes = (", ".join(map(schedule.name, regions)) or "()" for regions in (op.reads, op.writes))
             what, size = f"{_action(op)}: {reads} -> {writes}", _size(schedule, op.writes or op.reads)

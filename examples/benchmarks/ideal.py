@@ -56,6 +56,8 @@ def _step(schedule: hp.Schedule, op: Any) -> Step:
             return Step(kind, tuple(region.buffer for region in (*op.reads, *op.writes)))
         case "Local":
             return Step("local", tuple(region.buffer for region in (*op.reads, *op.writes)))
+        case "Caller":
+            return Step("local", tuple(region.buffer for region in op.writes))
         case "Free":
             return Step("local", (op.buffer,))
         case _:

@@ -23,13 +23,8 @@ from hpfunc._schedule import Buffer, BufferKind, Free, Launch, Local, Op, Region
 def staged(schedule: Schedule) -> Schedule:
     """Returns a schedule of the same program that copies every message on its way out and on its way in."""
     rewriting = _Rewriting(schedule)
-    slots = [list(rewriting.slot(slot)) for slot in schedule.slots]
-    ops = iter(derive_waits(op for ops in slots for op in ops))
-    found = tuple(
-        Slot(slot.event, slot.when, tuple(next(ops) for _ in listed))
-        for slot, listed in zip(schedule.slots, slots, strict=True)
-    )
-    return replace(schedule, buffers=tuple(rewriting.buffers), slots=found)
+    slots = [replace(slot, ops=tuple(rewriting.slot(slot))) for slot in schedule.slots]
+    return replace(schedule, buffers=tuple(rewriting.buffers), slots=derive_waits(slots, rewriting.buffers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,7 @@ class _Rewriting:
                 continue  # an empty message has nowhere to be
             sent = landed = None
             source = self.buffers[read.buffer]
-            if source.kind in ("shard", "gradient"):
+            if source.kind in ("shard", "gradient", "total"):
                 reads[i] = sent = self._buffer("send", write, read.numel, op.stream)
                 kind = "pack_shards" if source.kind == "shard" else "pack_gradients"
                 assert source.weight is not None, source

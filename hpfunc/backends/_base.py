@@ -85,6 +85,10 @@ class Streams(Protocol):
         """Makes the compute stream wait."""
         ...
 
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        """Returns a context in which tensors are allocated out of the memory of a stream."""
+        ...
+
 
 class UnitUse(Protocol):
     """One call of a unit, as the framework's VJP nodes see it.
@@ -269,7 +273,7 @@ class Memory(Protocol):
         ...
 
     def add(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
-        """Returns a new sum; both are cast to `dtype` before."""
+        """Returns a new, contiguous sum; both are cast to `dtype` before."""
         ...
 
     def accumulate(self, target: Tensor, source: Tensor) -> None:

@@ -18,6 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -53,27 +54,34 @@ class _Streams:
 
     def __init__(self) -> None:
         self.streams: dict[str, Any] = {}
+        self.caller: Any = None  # the caller's stream, while an op is issued on another one
 
     def _stream(self, name: str) -> Any:
         if name == "compute":
-            return runtime.current_stream()
+            return self.caller or runtime.current_stream()
         if name not in self.streams:
             self.streams[name] = runtime.Stream()
         return self.streams[name]
 
     def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> _Point:
-        target = self._stream(stream)
-        with runtime.StreamCtx(target):
-            for pending in waits:
-                target.wait_event(pending.event)
-            for handle in work() or ():
-                handle.wait()  # an edge from the communicator's own stream; the host goes on
-            event = runtime.Event()
-            event.record(target)
+        target, self.caller = self._stream(stream), self._stream("compute")
+        try:
+            with runtime.StreamCtx(target):
+                for pending in waits:
+                    target.wait_event(pending.event)
+                for handle in work() or ():
+                    handle.wait()  # an edge from the communicator's own stream; the host goes on
+                event = runtime.Event()
+                event.record(target)
+        finally:
+            self.caller = None
         return _Point(label, event)
 
     def wait(self, pending: Any, poll: Poll) -> None:
         self._stream("compute").wait_event(pending.event)
+
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        return runtime.StreamCtx(self._stream(stream))
 
 
 class MindSporeAscend(MindSporeDifferentiation):
@@ -203,7 +211,7 @@ class MindSporeAscend(MindSporeDifferentiation):
         self.counters.bytes_copied += target.nbytes
 
     def add(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
-        return mint.add(self.cast(self.detach(left), dtype), self.cast(self.detach(right), dtype))
+        return mint.add(self.cast(self.detach(left), dtype), self.cast(self.detach(right), dtype)).contiguous()
 
     def accumulate(self, target: Tensor, source: Tensor) -> None:
         target.add_(self.cast(self.detach(source), self.dtype_name(target)))

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -84,6 +84,9 @@ class _HostStreams:
         pending.works.clear()
         self.counters.wait_s += time.perf_counter() - start
 
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def _wait_work(self, work: dist.Work, label: str, start: float, poll: Poll) -> None:
         # A gloo work may be waited for in slices: between two we look whether a peer has failed.
         while True:
@@ -129,10 +132,11 @@ class _DeviceStreams:
         self.device = device
         self.module = getattr(torch, device.type)
         self.streams: dict[str, Any] = {}
+        self.caller: Any = None  # the caller's stream, while an op is issued on another one
 
     def _stream(self, name: str) -> Any:
         if name == "compute":
-            return self.module.current_stream(self.device)
+            return self.caller or self.module.current_stream(self.device)
         if name not in self.streams:
             self.streams[name] = self.module.Stream(self.device)
         return self.streams[name]
@@ -140,18 +144,24 @@ class _DeviceStreams:
     def issue(
         self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll
     ) -> _DevicePending:
-        target = self._stream(stream)
-        with self.module.stream(target), record_function(f"hpfunc::{label}"):
-            for pending in waits:
-                target.wait_event(pending.event)
-            for collective in work() or ():
-                collective.wait()  # an edge from the communicator's own stream; the host goes on
-            event = self.module.Event()
-            event.record(target)
+        target, self.caller = self._stream(stream), self._stream("compute")
+        try:
+            with self.module.stream(target), record_function(f"hpfunc::{label}"):
+                for pending in waits:
+                    target.wait_event(pending.event)
+                for collective in work() or ():
+                    collective.wait()  # an edge from the communicator's own stream; the host goes on
+                event = self.module.Event()
+                event.record(target)
+        finally:
+            self.caller = None
         return _DevicePending(label, event)
 
     def wait(self, pending: Any, poll: Poll) -> None:
         self._stream("compute").wait_event(pending.event)
+
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        return self.module.stream(self._stream(stream))
 
 
 def _profiling() -> bool:
@@ -275,7 +285,12 @@ class TorchBackend:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():
-            target.copy_(source if divisor == 1 else source / divisor)
+            if divisor == 1:
+                target.copy_(source)
+            elif source.dtype == target.dtype:
+                torch.div(source, divisor, out=target)
+            else:
+                target.copy_(source / divisor)
         self.counters.bytes_copied += target.nbytes
 
     def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -300,8 +315,8 @@ class TorchBackend:
         self.counters.bytes_copied += target.nbytes
 
     def add(self, left: torch.Tensor, right: torch.Tensor, dtype: str) -> torch.Tensor:
-        wanted = getattr(torch, dtype)
-        return left.detach().to(wanted) + right.detach().to(wanted)
+        left, right = (tensor.detach().to(getattr(torch, dtype)) for tensor in (left, right))
+        return torch.add(left, right, out=torch.empty(left.shape, dtype=left.dtype, device=left.device))
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():

@@ -65,8 +65,15 @@ class _Wholes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         ctx.outliving.empty()
-        ctx.use.after_backward(gradients[:-1])
+        ctx.use.after_backward([None if gradient is None else _plain(gradient) for gradient in gradients[:-1]])
         return None, None, None
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Returns a gradient that is dense and whose memory holds its values: no sparse one, no lazy conjugate or sign."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    return gradient.resolve_conj().resolve_neg()
 
 
 class _Gate(torch.autograd.Function):

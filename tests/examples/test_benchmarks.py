@@ -128,7 +128,7 @@ def in_place(schedule: Schedule) -> list[Region]:
     found = []
     for op in schedule.ops:
         if isinstance(op, Launch) and op.communicator.purpose != "all_reduce":
-            found += of(op.reads, "shard", "gradient") + of(op.writes, "whole", "reduce", "carry")
+            found += of(op.reads, "shard", "gradient", "total") + of(op.writes, "whole", "reduce", "carry")
         if isinstance(op, Local) and op.kind == "sum_parts":
             found += of(op.writes, "reduce", "carry")
     return found

@@ -204,8 +204,28 @@ UNSAFE: dict[str, Callable[[], Schedule]] = {
     "free gradient w1: frees gradient w1 on stream gather, which belongs to stream compute": lambda: changed(
         TWO, "free gradient w1", stream="gather"
     ),
-    "gather layer0: begins whole w0 on stream gather, which belongs to stream compute": lambda: rebuffered(
-        TWO, "whole w0", stream="compute"
+    "gather layer0: begins whole w0 on stream gather, which belongs to stream all_reduce": lambda: rebuffered(
+        TWO, "whole w0", stream="all_reduce"
+    ),
+    "begin: the first op is not the caller's": lambda: without(TWO, "begin"),
+    "gather layer0: is not ordered after the beginning of the step": lambda: changed(TWO, "gather layer0", waits=()),
+    "gather layer0: uses shard w0, but is not ordered after begin": lambda: changed(TWO, "gather layer0", waits=()),
+    "shard w0: this buffer is not handed back to the caller": lambda: without(TWO, "end"),
+    "zero layer0: begins reduce layer0 on stream reduce_scatter, but is not ordered after what the caller has done": (
+        lambda: changed(plan(layers(2, HSDP, 100), Policy()), "zero layer0", waits=())
+    ),
+    "deliver w1: delivers reduce layer1, which is memory of stream reduce_scatter: "
+    "the caller drops it unseen by that": lambda: rebuffered(TWO, "reduce layer1", stream="reduce_scatter"),
+    "scale: writes gradient w1, which is only borrowed from autograd": lambda: with_op(
+        TWO,
+        "reduce_scatter layer1",
+        Local("scale", "scale", "compute", *[(buffer(TWO, "gradient w1"),)] * 2, divisor=2),
+    ),
+    "deliver w1: delivers gradient w1, which is only borrowed from autograd": lambda: changed(
+        TWO, "deliver w1", region=buffer(TWO, "gradient w1")._replace(stop=1024)
+    ),
+    "begin: writes whole w0, which belongs to the schedule": lambda: changed(
+        TWO, "begin", writes=(buffer(TWO, "whole w0"),)
     ),
     "copy: writes gradient w1, which it also reads, or writes it twice": lambda: with_op(
         TWO,
@@ -314,7 +334,7 @@ def test_what_is_not_made_yet_cannot_be_gathered() -> None:
     made = plan(layers(2, FSDP), Policy())
     weights = tuple(replace(weight, origin=None) for weight in made.program.weights)
     assert texts(replace(made, program=replace(made.program, weights=weights))) == [
-        "gather layer1: reads shard w1 before its unit is called: the step has not made it yet"
+        "begin: writes shard w1 before its unit is called: the step has not made it yet"
     ]
 
 

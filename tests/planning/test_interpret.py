@@ -14,7 +14,7 @@ from hpfunc._policy import Policy
 from hpfunc._program import Weight
 from hpfunc._reference import Outcome, World, cut_blocks, join_blocks, reference
 from hpfunc._schedule import Deliver, Schedule
-from tests.planning.mutants import flat, put
+from tests.planning.mutants import NUM_STEPS, flat, put
 from tests.planning.programs import layers, weight
 
 HSDP = {"replicate": 2, "shard": 2}
@@ -25,8 +25,8 @@ def shows(schedule: Schedule, mesh: dict[str, int], num_timings: int = 20) -> bo
     """Returns whether some timing shows a wrong result."""
     world = World(schedule.program, mesh)
     wanted = reference(world)
-    runs = (interpret(schedule, world, timing) for timing in range(num_timings))
-    return any(not all(map(Outcome.agrees, found, wanted)) for found in runs)
+    runs = (interpret(schedule, world, timing, NUM_STEPS) for timing in range(num_timings))
+    return any(not all(map(Outcome.agrees, found, wanted * NUM_STEPS)) for found in runs)
 
 
 def without_waits(schedule: Schedule, name: str) -> Schedule:
@@ -53,7 +53,7 @@ def test_a_wait_for_what_comes_later_is_a_deadlock() -> None:
 def test_ranks_that_meet_in_different_collectives_are_told() -> None:
     """A communicator on two streams: which of its collectives comes first is up to the timing."""
     place = [op.name for _, op in flat(BOTH)].index("gather layer1")
-    torn = put(BOTH, place, replace(flat(BOTH)[place][1], stream="all_reduce"))
+    torn = put(BOTH, place, replace(flat(BOTH)[place][1], stream="all_reduce", waits=("begin",)))
     with pytest.raises(ScheduleError, match="ranks meet in"):
         shows(torn, HSDP, 50)
 

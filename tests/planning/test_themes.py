@@ -220,9 +220,11 @@ def test_slices_of_a_reduce_buffer_are_aligned() -> None:
     assert all(buffer.numel % (3 * 128) == 0 for buffer in schedule.buffers if buffer.kind == "reduce")
 
 
-def test_one_rank_moves_nothing() -> None:
-    report = check(plan(layers(3, {"replicate": 1, "shard": 1}), Policy()))
-    assert (report.launches, report.local_bytes, report.sent_bytes) == ({}, {}, {})
+def test_one_rank_moves_nothing_but_takes_over_what_autograd_lends() -> None:
+    program = layers(3, {"replicate": 1, "shard": 1})
+    report = check(plan(program, Policy()))
+    size_bytes = sum(4 * w.whole_numel for w in program.weights)
+    assert (report.launches, report.local_bytes, report.sent_bytes) == ({}, {"own": size_bytes}, {})
 
 
 def test_ordered_sums_send_no_more_than_native_ones() -> None:
