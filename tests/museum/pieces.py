@@ -12,7 +12,7 @@ on when the planner puts something else between.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from hpfunc._program import Carry, Event, Program
 from hpfunc._reference import Outcome, World, reference
 from hpfunc._schedule import Compute, Op, Region, Schedule
 from tests.planning.mutants import flat, put, rebuilt, renamed, without_wait
-from tests.planning.programs import STEP, layers
+from tests.planning.programs import STEP, stack, weight
 
 FSDP = {"shard": 4}
 HSDP = {"replicate": 2, "shard": 2}
@@ -33,13 +33,17 @@ Shown = Literal["right", "wrong", "stuck", "torn"]
 """What a timing shows: the right numbers, wrong ones, a deadlock, or ranks that meet in different collectives."""
 
 
-def micro_batches(count: int, carry: Carry, mesh_sizes: Mapping[str, int], **fields: Any) -> Program:
-    """Returns the program of two layers that are passed several times for one gradient."""
-    program = layers(2, mesh_sizes, 64, **fields)
+def micro_batches(count: int, carry: Carry, mesh_sizes: Mapping[str, int], numels: Sequence[int] = (64, 64)) -> Program:
+    """Returns the program of some layers that are passed several times for one gradient.
+
+    With a carry of "" they are passed for as many gradients.
+    """
+    program = stack(*((weight(f"w{index}", numel, mesh_sizes),) for index, numel in enumerate(numels)))
     events: list[Event] = []
     for use in range(count):
-        events += [Event("forward", 0, use), Event("forward", 1, use)]
-        events += [Event("backward", 1, use), Event("backward", 0, use), Event("end_backward", carry=carry)]
+        events += [Event("forward", layer, use) for layer in range(len(numels))]
+        events += [Event("backward", layer, use) for layer in reversed(range(len(numels)))]
+        events.append(Event("end_backward", carry=carry))
     return replace(program, events=(*events[:-1], *STEP))
 
 

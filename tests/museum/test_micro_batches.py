@@ -162,7 +162,7 @@ def test_only_one_rank_has_an_image(pool: Callable[[int], Pool], way: str) -> No
     """prime-rl 1918, 1959; pytorch 170667: only the ranks that had an image called the encoder, which gathers.
 
     The gathers of some ranks met other gathers of the others. Here ranks differ in what they pass, which a step
-    compares when it sees it first.
+    compares when it sees it first; a rank that goes on with its plan reads on the board that the other one cannot.
     """
     texts = pool(2).run(one_has_an_image, way)
     for text in texts:

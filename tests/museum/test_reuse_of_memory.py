@@ -41,9 +41,8 @@ def test_an_addition_on_the_stream_of_collectives_reads_what_compute_has_given_b
     """pytorch 181218: a loss in chunks. The backward of a chunk took memory that the last addition still read.
 
     The addition ran on the stream of reduce-scatters, the backward on that of compute, and to wait for the
-    reduce-scatter alone was not enough. Here the whole
-    gradients are given back after the kernel before the last reader, which packs them. The checker asks for every
-    reader, not for the collective only.
+    reduce-scatter alone was not enough. Here the whole gradients are given back after the last kernel that has been
+    issued before the one that packs them. The checker asks for every reader, not for the collective only.
     """
     broken = changed(PACKED, "free gradient a2", waits=("backward layer1",))
     judge(PACKED, broken, HSDP, "free gradient a2: uses gradient a2, but is not ordered after pack gradient layer2")
