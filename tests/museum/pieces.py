@@ -23,7 +23,7 @@ from hpfunc._interpret import interpret
 from hpfunc._program import Carry, Event, Program
 from hpfunc._reference import Outcome, World, reference
 from hpfunc._schedule import Compute, Op, Region, Schedule
-from tests.planning.mutants import flat, put, rebuilt, renamed, without_wait
+from tests.planning.mutants import NUM_STEPS, flat, put, rebuilt, renamed, without_wait
 from tests.planning.programs import STEP, stack, weight
 
 FSDP = {"shard": 4}
@@ -161,13 +161,13 @@ def sharing(schedule: Schedule, kept: str, lost: str, *, freed: str = "") -> Sch
 
 
 def shown(schedule: Schedule, mesh_sizes: Mapping[str, int], timing: int) -> Shown:
-    """Returns what one timing shows."""
+    """Returns what one timing of several steps shows."""
     world = World(schedule.program, dict(mesh_sizes))
     try:
-        found = interpret(schedule, world, timing)
+        found = interpret(schedule, world, timing, NUM_STEPS)
     except ScheduleError as error:
         return "stuck" if "no stream can go on" in str(error) else "torn"
-    return "right" if all(map(Outcome.agrees, found, reference(world))) else "wrong"
+    return "right" if all(map(Outcome.agrees, found, reference(world) * NUM_STEPS)) else "wrong"
 
 
 def judge(
