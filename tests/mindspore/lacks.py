@@ -173,6 +173,7 @@ DIFFERS = {
 # Tests of torch with ranks that say nothing of MindSpore, or whose like is somewhere else here.
 NOT_HERE = {
     "checkpoint": "what it reads and writes is bytes; test_checkpoint",
+    "museum": "faults of the core; its steps are of the kinds that test_shared and test_units have",
     "nn": "`torch.nn.Module` is torch's",
     "test_bind": "torch's parameters and optimizers are torch's",
     "test_compile": "torch.compile is torch's",
