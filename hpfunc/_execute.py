@@ -319,9 +319,15 @@ class Planned:
 
     def _own(self, op: Local) -> None:
         for weight, lent, region in zip(op.weights, op.reads, op.writes, strict=True):
-            gradient = self.backend.detach(self.buffers[lent.buffer])
-            target = local_view(self._flat(region), self._gather(weight), self.coordinate)
-            self.backend.copy(target, gradient, op.divisor)
+            gradient = self.buffers[lent.buffer]
+            adopted = self.backend.adopt(gradient)
+            if adopted is None or adopted.shape[0] != region.numel:
+                target = local_view(self._flat(region), self._gather(weight), self.coordinate)
+                self.backend.copy(target, self.backend.detach(gradient), op.divisor)
+                continue
+            self.buffers[region.buffer] = adopted
+            if op.divisor != 1:
+                self.backend.divide(adopted, op.divisor)
 
     def _zero(self, op: Local) -> None:
         for region in op.writes:

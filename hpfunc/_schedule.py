@@ -158,7 +158,8 @@ class Local:
         before the cast, into one message (ranks * blocks of `weights`).
     zero: zeros into every write.
     sum_parts: ``reads[i]`` holds `parts` equal parts; their sum in that order into ``writes[i]``.
-    own: the whole gradients of `weights` into ``writes[i]``, cast, then divided by `divisor`.
+    own: the whole gradients of `weights` into ``writes[i]``, divided by `divisor`; the executor need not copy one that
+        nobody else has.
     copy: ``reads[i]`` into ``writes[i]``, cast if their dtypes differ.
     scale: every write, in place, divided by `divisor`; `reads` equals `writes`.
     """

@@ -131,7 +131,10 @@ class UnitUse(Protocol):
         ...
 
     def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Called after it, with the gradient of every weight (None: no path to the loss)."""
+        """Called after it, with the gradient of every weight (None: no path to the loss).
+
+        They are dense, of any strides, and nobody writes into them any more.
+        """
         ...
 
 
@@ -250,6 +253,10 @@ class Memory(Protocol):
 
     def contiguous(self, tensor: Tensor) -> Tensor:
         """Returns the tensor, or a counted copy of it that is contiguous."""
+        ...
+
+    def adopt(self, gradient: Tensor) -> Tensor | None:
+        """Returns a gradient that `UnitUse.after_backward` got as memory that may be written, flat; None: copy it."""
         ...
 
     def digest(self, tensor: Tensor) -> int:

@@ -189,6 +189,9 @@ class MindSporeAscend(MindSporeDifferentiation):
         self.counters.bytes_copied += tensor.nbytes
         return tensor.contiguous()
 
+    def adopt(self, gradient: Tensor) -> None:
+        return None  # MindSpore does not tell who else has it
+
     def digest(self, tensor: Tensor) -> int:
         return int.from_bytes(hashlib.blake2b(tensor.asnumpy().tobytes(), digest_size=7).digest(), "big")
 

@@ -112,6 +112,9 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
     def contiguous(self, tensor: Tensor) -> torch.Tensor:
         return super().contiguous(hold(tensor))
 
+    def adopt(self, gradient: Tensor) -> None:
+        return None  # MindSpore does not tell who else has it
+
     def digest(self, tensor: Tensor) -> int:
         return super().digest(hold(tensor))
 

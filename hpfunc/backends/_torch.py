@@ -279,6 +279,10 @@ class TorchBackend:
         self.counters.bytes_copied += tensor.nbytes
         return tensor.contiguous()
 
+    def adopt(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        whole = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+        return gradient.detach().reshape(-1) if whole else None  # nobody else has it: see `_torch_borrowed`
+
     def digest(self, tensor: torch.Tensor) -> int:
         elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         return int.from_bytes(hashlib.blake2b(elements.tobytes(), digest_size=7).digest(), "big")

@@ -42,6 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import LeafError, UsageError, message
+from . import _torch_borrowed as borrowed
 from ._base import UnitUse
 from ._contract import is_called_by, refusing_writes
 
@@ -65,15 +66,8 @@ class _Wholes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         ctx.outliving.empty()
-        ctx.use.after_backward([None if gradient is None else _plain(gradient) for gradient in gradients[:-1]])
+        ctx.use.after_backward(borrowed.take(gradients[:-1]))
         return None, None, None
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """Returns a gradient that is dense and whose memory holds its values: no sparse one, no lazy conjugate or sign."""
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    return gradient.resolve_conj().resolve_neg()
 
 
 class _Gate(torch.autograd.Function):
