@@ -274,13 +274,14 @@ class TorchBackend:
         return tensor
 
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor
         self.counters.bytes_copied += tensor.nbytes
-        return tensor.contiguous()
+        return tensor.resolve_conj().resolve_neg().contiguous()
 
     def digest(self, tensor: torch.Tensor) -> int:
-        elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        elements = collectives.as_bytes(plain).cpu().numpy()
         return int.from_bytes(hashlib.blake2b(elements.tobytes(), digest_size=7).digest(), "big")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:

@@ -46,6 +46,12 @@ def _host_group(given: Any, options: Any) -> Any:
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of the elements of a contiguous tensor without lazy bits, over the same memory. Shape: (n,)."""
+    # A contiguous tensor may have any stride along a dim of size 1, which `view` of another dtype does not take.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
     """Starts one collective into a given output; an all-reduce is in place."""
     if collective == "all_gather":
