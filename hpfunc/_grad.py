@@ -14,7 +14,7 @@ from ._differentiation import Backwards, Run, current_run
 from ._errors import LeafError, SpecError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
-from ._numerics import Numerics
+from ._numerics import Numerics, dtype_name, has_sums
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
@@ -94,7 +94,7 @@ def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
     return arrays[0].mesh
 
 
-def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session) -> None:
+def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session, numerics: Numerics) -> None:
     backend, names = session.backend, paths(picked, "args", is_sharded)
     bad = []
     for name, leaf in zip(names, leaves, strict=True):
@@ -105,7 +105,21 @@ def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Se
     if bad:
         hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
+    _check_reduced(function, names, leaves, numerics)
     check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])
+
+
+def _check_reduced(function: str, names: Sequence[str], leaves: Sequence[Any], numerics: Numerics) -> None:
+    """Raises LeafError naming every leaf whose gradient would be added up in a dtype that has no sum."""
+    bad = []
+    for name, leaf in zip(names, leaves, strict=True):
+        held = dtype_name(leaf.dtype)
+        dtypes = numerics.reduce_dtype or numerics.param_dtype or held, numerics.accum_dtype or held
+        if not all(map(has_sums, dtypes)):
+            bad.append(f"{name}: {describe(leaf)}, reduced in {dtypes[0]}, accumulated in {dtypes[1]}")
+    if bad:
+        hint = "give Numerics(reduce_dtype='float32', accum_dtype='float32')"
+        raise LeafError(message(function, "gradients cannot be added up in this dtype", bad, hint=hint))
 
 
 class GradFunction:
@@ -157,7 +171,7 @@ class GradFunction:
         owned = current_session()
         session = owned or Session(mesh)
         try:
-            _check_leaves(_NAME, picked, leaves, session)
+            _check_leaves(_NAME, picked, leaves, session, self.numerics)
             run = Run(session, self.numerics, backwards)
             return self._differentiate(run, args, kwargs, leaves, treedef)
         except BaseException as error:

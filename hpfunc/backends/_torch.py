@@ -300,12 +300,13 @@ class TorchBackend:
         self.counters.bytes_copied += sum(target.nbytes for target, _ in copies)
 
     def fill(self, target: torch.Tensor, value: float) -> None:
-        if math.isnan(value) and not target.is_floating_point():  # the poison of an integer, which has no NaN
-            value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min
+        if math.isnan(value) and not (target.is_floating_point() or target.is_complex()):
+            value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min  # an integer has no NaN
         with torch.no_grad():
-            target.fill_(value)
+            target.fill_(value) if value else target.zero_()  # float8_e8m0fnu has no zero to be filled with
 
     def sum_parts(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        target, *parts = map(collectives.as_added, (target, *parts))
         with torch.no_grad():
             if len(parts) == 1:
                 target.copy_(parts[0])
@@ -358,7 +359,7 @@ class TorchBackend:
 
     def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
         self.counters.count("broadcast", tensor.nbytes)
-        return [dist.broadcast(tensor, group=group, group_src=source, async_op=True)]
+        return [dist.broadcast(collectives.as_carried(tensor), group=group, group_src=source, async_op=True)]
 
     def permute(
         self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None

@@ -12,6 +12,7 @@ import optree
 from .. import backends
 from .._array import describe, is_sharded
 from .._errors import LeafError, SpecError, UsageError, message
+from .._numerics import has_sums
 from .._tree import flatten, paths, unflatten
 from ._foreach import Foreach, foreach
 
@@ -46,7 +47,8 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
     """Returns the leaves of a tree, and the arithmetic for them.
 
     Raises:
-        LeafError: a leaf is neither a `ShardedArray` nor a tensor, is not floating, or leaves belong to two frameworks.
+        LeafError: a leaf is neither a `ShardedArray` nor a tensor, is not floating, has 8-bit floats, or leaves belong
+            to two frameworks.
     """
     leaves = Leaves(name, tree, *flatten(tree, is_sharded))
     values = leaves.locals
@@ -58,6 +60,13 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
         bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind, fit in rows if not fit]
         hint = "keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)"
         raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
+    if not all(has_sums(backend.dtype_name(x)) for x in values):
+        rows = zip(leaves.paths(), leaves.leaves, map(backend.dtype_name, values), strict=True)
+        bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind in rows if not has_sums(kind)]
+        hint = "keep wider weights, which are cast where they are used; give gradients Numerics(accum_dtype='float32')"
+        raise LeafError(
+            message(function, f"{name} has leaves of 8-bit floats, which have no arithmetic", bad, hint=hint)
+        )
     return leaves, foreach(backend.name)
 
 
