@@ -27,6 +27,7 @@ from . import _torch_autograd as autograd
 from . import _torch_collectives as collectives
 from . import _torch_init as init
 from ._base import Collective, Counters, Poll, Purpose, World
+from ._torch_bytes import as_bytes
 
 POLL_S = 0.5
 
@@ -280,8 +281,7 @@ class TorchBackend:
         return tensor.resolve_conj().resolve_neg().contiguous()
 
     def digest(self, tensor: torch.Tensor) -> int:
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        elements = collectives.as_bytes(plain).cpu().numpy()
+        elements = as_bytes(tensor).cpu().numpy()
         return int.from_bytes(hashlib.blake2b(elements.tobytes(), digest_size=7).digest(), "big")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._torch_bytes import as_bytes
+
 # The two have new names from 2.13 on, and warn under the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,12 +52,6 @@ def _host_group(given: Any, options: Any) -> Any:
 
 
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of the elements of a contiguous tensor without lazy bits, over the same memory. Shape: (n,)."""
-    # A contiguous tensor may have any stride along a dim of size 1, which `view` of another dtype does not take.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:

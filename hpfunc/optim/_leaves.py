@@ -132,14 +132,14 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     """Returns tensors with the values of the leaves that may be written to.
 
     They are copies, but of donated arrays the memory itself, and the arrays are consumed. An array that stands at two
-    places of the tree is copied for each.
+    places of the tree is copied for each, and so is one whose elements share memory.
     """
     values = leaves.locals
     seen = Counter(id(leaf._owner) for leaf in leaves.leaves if is_sharded(leaf))
     kept = [is_sharded(x) and x.is_donated and seen[id(x._owner)] == 1 for x in leaves.leaves]
     copies = iter(ops.copy([value for value, keep in zip(values, kept, strict=True) if not keep]))
     pairs = zip(leaves.leaves, kept, strict=True)
-    return [leaf._consume(function) if keep else next(copies) for leaf, keep in pairs]
+    return ops.apart([leaf._consume(function) if keep else next(copies) for leaf, keep in pairs])
 
 
 def pick(items: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -184,6 +184,7 @@ NOT_HERE = {
     "test_host_work": "what it counts are the core's calls, the same for each framework",
     "test_interop": "DTensor, DeviceMesh and DLPack are torch's",
     "test_interop_dcp": "torch.distributed.checkpoint is torch's; test_checkpoint",
+    "test_sizes": "its models are written in torch, for expanded and strided tensors; laws and parity draw the sizes",
     "docs.test_code_blocks": "the pages are written for torch",
     "examples": "these start processes of their own; test_train_text, test_fsdp_demo",
     "errors.test_failures": "the control group is the same one over gloo, for both frameworks",
