@@ -55,7 +55,7 @@ def small(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
 def assert_bits(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -108,6 +108,34 @@ def moved(rank: int, dtype: torch.dtype, n: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_collectives_carry_every_dtype(pool: Callable[..., Pool], dtype: torch.dtype, num_ranks: int) -> None:
     pool(num_ranks).run(moved, dtype, num_ranks)
+
+
+def conjugated(rank: int, dtype: torch.dtype) -> None:
+    """Tensors that only stand for a conjugate, or for a negative, travel as what they stand for."""
+    mesh, xs = mesh_of((2,), ("shard",)), [small((2, 2), dtype, seed) for seed in range(2)]
+    lazy = [lambda x: x.conj(), lambda x: x.conj().imag]
+    with hp.use_mesh(mesh):
+        for look in lazy:
+            views = [look(x) for x in xs]
+            plain, mine = [view.resolve_conj().resolve_neg() for view in views], views[rank]
+            assert mine.is_conj() or mine.is_neg()
+            assert_bits(hp.all_gather(mine, "shard"), torch.stack(plain))
+            assert torch.equal(hp.psum(mine, "shard"), plain[0] + plain[1])  # signs of zeros may differ
+            assert_bits(hp.ppermute(mine, "shard", [(0, 1), (1, 0)]), plain[1 - rank])
+            assert_bits(hp.all_to_all(mine, "shard", 0, 0), torch.stack([x[rank] for x in plain]))
+            array = hp.shard(views[0], mesh, hp.P("shard"))
+            assert_bits(hp.unshard(array), plain[0])
+            part = array.with_local(look(array.local.resolve_conj()) if mine.is_complex() else array.local)
+            step = hp.sharded(hp.unit(lambda w: w * 1), mesh)
+            whole = hp.unshard(part)
+            assert_bits(whole, plain[0].conj().resolve_conj() if mine.is_complex() else plain[0])
+            for _ in range(3):
+                assert_bits(step(part), whole)
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_lazy_conjugates_travel_as_what_they_stand_for(pool: Callable[..., Pool], dtype: torch.dtype) -> None:
+    pool(2).run(conjugated, dtype)
 
 
 # --- what adds up, and the largest ----------------------------------------------------------------------------------
