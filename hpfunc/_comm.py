@@ -11,9 +11,14 @@ from ._agree import control
 from ._layout import Gather
 from ._mesh import Mesh
 from ._move import block_numel, gradient_copy, local_view, shard_copy, whole_copy, whole_view
+from ._numerics import check_sums
 from .backends._base import Backend, Purpose
 
 Tensor = Any
+_SUMMED_BY_LIBRARIES = {
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("int8", "uint8", "int32", "int64"),
+}
 
 
 class Comm:
@@ -73,10 +78,15 @@ class Comm:
         self._run("all_to_all", send, receive)
         return receive.reshape(tuple(tensor.shape))
 
+    def _sums_here(self, tensor: Tensor) -> bool:
+        """Returns whether hpfunc adds up the elements of a tensor that travel; refuses those that have no sum."""
+        check_sums(f"hpfunc: a sum over {self.axes}", [tensor], lambda: ["a tensor"])
+        return self.is_ordered or self.backend.dtype_name(tensor) not in _SUMMED_BY_LIBRARIES
+
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns the sum over ranks of this rank's row. Shape: (ranks, ...) to (...)."""
         rest = tuple(tensor.shape[1:])
-        if self.is_ordered or self.size == 1:
+        if self._sums_here(tensor) or self.size == 1:
             parts = self.all_to_all(tensor).reshape((self.size, -1))
             total = self._like(parts, parts.shape[1])
             self.backend.sum_parts(total, [parts[i] for i in range(self.size)])
@@ -89,7 +99,7 @@ class Comm:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over ranks, same shape."""
         flat = self._flat(tensor)
-        if self.is_ordered and self.size > 2:
+        if self._sums_here(flat) and (self.size > 2 or self.backend.dtype_name(flat) not in _SUMMED_BY_LIBRARIES):
             part = -(-flat.shape[0] // self.size)
             padded = self.backend.empty(
                 (part * self.size,), self.backend.dtype_name(flat), self.backend.device_of(flat), zero=True

@@ -11,7 +11,7 @@ from typing import Any
 from ._array import ShardedArray, describe, is_sharded
 from ._comm import comm
 from ._errors import UsageError, message
-from ._numerics import Numerics
+from ._numerics import Numerics, has_sums
 from ._program import Carry, Event
 from ._run import Session, Use
 
@@ -195,10 +195,12 @@ class Run:
         return total
 
     def _reduce_direct(self, array: ShardedArray, total: Tensor) -> Tensor:
-        mesh, axes = array.mesh, array.layout.reduce_axes
+        mesh, axes, numerics = array.mesh, array.layout.reduce_axes, self.numerics
+        if numerics.reduce_dtype and not has_sums(self.session.backend.dtype_name(total)):
+            total = self.session.backend.cast(total, numerics.reduce_dtype)
         if mesh.axis_size(axes) > 1:
             total = comm(mesh, axes, "all_reduce").all_reduce(total)
-        if self.numerics.reduce_op == "mean":
+        if numerics.reduce_op == "mean":
             total = total / (mesh.axis_size(mesh.data_axes) * self.backwards.count)
         return self.session.backend.cast(self.session.backend.detach(total), self.accum_dtype(array))
 

@@ -280,7 +280,7 @@ class Planned:
     def _parts(self, op: Local, message: Tensor) -> list[Tensor]:
         """Returns the columns of each weight in a message of one row for each rank."""
         records = [self.schedule.program.weights[weight] for weight in op.weights]
-        rows = message.reshape((-1, sum(record.block_numel for record in records)))
+        rows = message.reshape((records[0].num_shards, sum(record.block_numel for record in records)))
         parts, start = [], 0
         for record in records:
             parts.append(rows[:, start : start + record.block_numel])

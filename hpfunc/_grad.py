@@ -14,7 +14,7 @@ from ._differentiation import Backwards, Run, current_run
 from ._errors import LeafError, SpecError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
-from ._numerics import Numerics
+from ._numerics import Numerics, has_sums
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
@@ -45,7 +45,7 @@ def value_and_grad(
         depend on have zeros.
 
     Raises:
-        LeafError: a leaf is not floating, or the loss is no scalar.
+        LeafError: a leaf is not floating, its gradient would be added up in 8 bits, or the loss is no scalar.
         SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
         UsageError: nested calls, or a tensor of an ended call is differentiated.
 
@@ -94,18 +94,35 @@ def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
     return arrays[0].mesh
 
 
-def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session) -> None:
+def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session, numerics: Numerics) -> None:
     backend, names = session.backend, paths(picked, "args", is_sharded)
-    bad = []
+    bad, kinds = [], []
     for name, leaf in zip(names, leaves, strict=True):
         tensor = leaf._value if is_sharded(leaf) else leaf
-        if not backend.is_tensor(tensor) or not backend.is_floating(backend.dtype_name(tensor)):
-            kind = backend.dtype_name(tensor) if backend.is_tensor(tensor) else type(tensor).__name__
-            bad.append(f"{name}: {describe(leaf)}, {kind}")
+        kinds.append(backend.dtype_name(tensor) if backend.is_tensor(tensor) else type(tensor).__name__)
+        if not backend.is_tensor(tensor) or not backend.is_floating(kinds[-1]):
+            bad.append(f"{name}: {describe(leaf)}, {kinds[-1]}")
     if bad:
         hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
+    _check_reduced(function, names, leaves, kinds, numerics)
     check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])
+
+
+def _check_reduced(
+    function: str, names: Sequence[str], leaves: Sequence[Any], kinds: Sequence[str], numerics: Numerics
+) -> None:
+    """Raises LeafError naming every leaf whose gradient would be added up in a dtype that has no sum."""
+    reduced, accumulated = numerics.reduce_dtype or numerics.param_dtype, numerics.accum_dtype
+    without = {kind for kind in set(kinds) if not (has_sums(reduced or kind) and has_sums(accumulated or kind))}
+    bad = [
+        f"{name}: {describe(leaf)}, reduced in {reduced or kind}, accumulated in {accumulated or kind}"
+        for name, leaf, kind in zip(names, leaves, kinds, strict=True)
+        if kind in without
+    ]
+    if bad:
+        hint = "give Numerics(reduce_dtype='float32', accum_dtype='float32')"
+        raise LeafError(message(function, "gradients cannot be added up in this dtype", bad, hint=hint))
 
 
 class GradFunction:
@@ -157,7 +174,7 @@ class GradFunction:
         owned = current_session()
         session = owned or Session(mesh)
         try:
-            _check_leaves(_NAME, picked, leaves, session)
+            _check_leaves(_NAME, picked, leaves, session, self.numerics)
             run = Run(session, self.numerics, backwards)
             return self._differentiate(run, args, kwargs, leaves, treedef)
         except BaseException as error:

@@ -15,23 +15,36 @@ from typing import Any
 import optree
 
 from . import backends
+from ._array import describe
 from ._comm import Comm, comm
 from ._debug import compared
 from ._errors import LeafError, MeshError, UsageError, message
 from ._mesh import AxisNames, Mesh
+from ._numerics import check_sums, dtype_name
 from ._pin import pinned, refusing_together
+from ._tree import paths
 from ._world import current_mesh
+from .backends._base import Backend
 
 Tensor = Any
 Map = Callable[[Tensor], Tensor]
 Maps = tuple[Map, Map | None]  # a linear map and its transpose
+Check = Callable[[str, Sequence[Tensor], Callable[[], Sequence[str]]], None]
 mean_axes: ContextVar[frozenset[str]] = ContextVar("hpfunc_mean_axes", default=frozenset())
 
 
 def _apply(
-    function: str, tree: Any, axis_name: AxisNames, mesh: Mesh | None, maps: Callable[[Comm, Tensor], Maps]
+    function: str,
+    tree: Any,
+    axis_name: AxisNames,
+    mesh: Mesh | None,
+    maps: Callable[[Comm, Tensor], Maps],
+    check: Check | None = None,
 ) -> Any:
-    """Applies to each leaf the linear map that `maps` gives for it. Every leaf is checked before anything is sent."""
+    """Applies to each leaf the linear map that `maps` gives for it. Every leaf is checked before anything is sent.
+
+    `check` gets the leaves, and their paths if it asks.
+    """
     mesh = current_mesh(function, mesh)
     with refusing_together(function, mesh):
         channel = comm(mesh, mesh.check_axes(function, axis_name), "user")
@@ -41,6 +54,8 @@ def _apply(
         if bad:
             hint = "collectives take tensors; inside a step use `hpfunc.unshard` or `.local` for a ShardedArray"
             raise LeafError(message(function, "a leaf is no tensor", bad, hint=hint))
+        if check is not None:
+            check(function, leaves, lambda: paths(tree, "x"))
         found = [maps(channel, leaf) for leaf in leaves]
     results = [backend.linear(*pair, leaf) for pair, leaf in zip(found, leaves, strict=True)]
     return optree.tree_unflatten(treedef, results)
@@ -68,7 +83,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
 
     Raises:
         MeshError: no such axis, or no mesh is in use.
-        LeafError: a leaf is no tensor.
+        LeafError: a leaf is no tensor, or its elements cannot be added up (bool, float8).
         UsageError: called on a differentiated tensor, over a data axis, inside a mean-reduced `value_and_grad`.
 
     Communication: one all-reduce per leaf; 2 (n-1)/n of its bytes leave each of n ranks.
@@ -83,7 +98,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
         transpose = compared("hpfunc.psum", "cotangent", channel.mesh, channel.axes)
         return _pinned("psum", channel, channel.all_reduce), transpose
 
-    return _apply("hpfunc.psum", x, axis_name, mesh, maps)
+    return _apply("hpfunc.psum", x, axis_name, mesh, maps, check_sums)
 
 
 def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
@@ -133,9 +148,28 @@ def pmax(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     """
 
     def maps(channel: Comm, t: Tensor) -> Maps:
-        return _pinned("pmax", channel, lambda t: channel.all_gather(t).amax(0)), None
+        return _pinned("pmax", channel, lambda t: _largest(channel.backend, channel.all_gather(t))), None
 
-    return _apply("hpfunc.pmax", x, axis_name, mesh, maps)
+    return _apply("hpfunc.pmax", x, axis_name, mesh, maps, _check_order)
+
+
+def _check_order(function: str, leaves: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
+    kinds = [dtype_name(leaf.dtype) for leaf in leaves]
+    if any(kind.startswith("complex") for kind in kinds):
+        rows = zip(names(), leaves, kinds, strict=True)
+        bad = [f"{name}: {describe(x)}, {kind}" for name, x, kind in rows if kind.startswith("complex")]
+        hint = "take the maximum of its absolute values, or of its parts"
+        raise LeafError(message(function, "complex numbers have no order", bad, hint=hint))
+
+
+def _largest(backend: Backend, rows: Tensor) -> Tensor:
+    """Returns the maximum over the first dim, by way of a dtype that the framework compares."""
+    dtype = backend.dtype_name(rows)
+    if dtype == "uint64":
+        lowest = -(1 << 63)  # moves the numbers down by half of their range
+        return backend.cast((backend.cast(rows, "int64") ^ lowest).amax(0) ^ lowest, dtype)
+    wide = "float32" if dtype.startswith("float8") else "int64" if dtype in ("uint16", "uint32") else dtype
+    return backend.cast(backend.cast(rows, wide).amax(0), dtype)
 
 
 def _dim(function: str, tensor: Tensor, dim: int, extra: int = 0) -> int:
@@ -209,7 +243,7 @@ def psum_scatter(
 
     Raises:
         MeshError: no such axis or dim, the dim does not divide, or no mesh is in use.
-        LeafError: a leaf is no tensor.
+        LeafError: as `psum`.
 
     Communication: one reduce-scatter per leaf; (n-1)/n of its bytes leave each rank.
 
@@ -224,7 +258,7 @@ def psum_scatter(
         gather, scatter = _gather_maps(channel, place, tiled)
         return scatter, gather
 
-    return _apply("hpfunc.psum_scatter", x, axis_name, mesh, maps)
+    return _apply("hpfunc.psum_scatter", x, axis_name, mesh, maps, check_sums)
 
 
 def _check_cut(function: str, t: Tensor, dim: int, channel: Comm, tiled: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._errors import PolicyError, message
+from ._array import describe
+from ._errors import LeafError, PolicyError, message
 
 _NAME = "hpfunc.Numerics"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -18,6 +20,28 @@ def dtype_name(dtype: Any) -> str:
     'float32'
     """
     return str(dtype).split(".")[-1].lower()
+
+
+def has_sums(dtype: str) -> bool:
+    """Returns whether elements of a dtype can be added up: a bool would only say "any", and 8-bit floats have no sum.
+
+    >>> has_sums("uint16"), has_sums("bool"), has_sums("float8_e4m3fn")
+    (True, False, False)
+    """
+    return dtype != "bool" and not dtype.startswith(("float8", "float4"))
+
+
+def check_sums(function: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> None:
+    """Raises LeafError naming every tensor or array whose elements cannot be added up."""
+    if all(has_sums(dtype_name(leaf.dtype)) for leaf in leaves):
+        return
+    bad = [
+        f"{name}: {describe(leaf)}, {dtype_name(leaf.dtype)}"
+        for name, leaf in zip(names(), leaves, strict=True)
+        if not has_sums(dtype_name(leaf.dtype))
+    ]
+    hint = "cast it before: bool to int32, which counts (hpfunc.pmax says whether any is true), float8 to float32"
+    raise LeafError(message(function, "elements of this dtype cannot be added up", bad, hint=hint))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from ._comm import comm, gather_whole, reduce_whole
 from ._errors import SpecError, message
 from ._layout import Gather, Layout
 from ._mesh import AxisNames, Mesh, PartitionSpec, as_axes
+from ._numerics import check_sums
 from ._pin import together
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh
@@ -128,7 +129,7 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
 
     Raises:
         SpecError: a spec does not fit.
-        LeafError: a leaf is neither a tensor nor a `ShardedArray`.
+        LeafError: a leaf is neither a tensor nor a `ShardedArray`, or its elements cannot be added up (bool, float8).
 
     Communication: a digest; per leaf a reduce-scatter and an all-reduce, each only where its axes have more than one
         rank.
@@ -144,7 +145,7 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
         return tree
     if all(map(is_sharded, leaves)):
         with together(name, leaves[0].mesh, lambda: facts(tree, ["finished"] * len(leaves))):
-            pass  # nothing to check; they only compare
+            check_sums(name, leaves, lambda: paths(tree, "tree", is_sharded))
         return unflatten(treedef, [_finish(leaf) for leaf in leaves])
     mesh = current_mesh(name, mesh)
     specs_of: list[PartitionSpec] = []
@@ -154,6 +155,7 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
             raise SpecError(message(name, "plain tensors need specs", hint="give the specs of the result"))
         found = leaf_specs(name, tree, "tree", specs, mesh, allow_unreduced=True)
         specs_of += [spec or PartitionSpec() for spec in found]
+        check_sums(name, leaves, lambda: paths(tree, "tree"))
         _check_wholes(name, paths(tree, "tree"), leaves, specs_of, mesh)
     return unflatten(treedef, [_reduce_tensor(x, s, mesh) for x, s in zip(leaves, specs_of, strict=True)])
 

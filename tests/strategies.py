@@ -39,8 +39,9 @@ def axes_of(grid: Grid, min_size: int = 1) -> st.SearchStrategy[Axes]:
 
 
 def shapes(max_dims: int = 3, max_size: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes: no dims, dims of size 0, dims smaller than the mesh, dims that do not divide."""
-    return st.lists(st.integers(0, max_size), max_size=max_dims).map(tuple)
+    """Shapes: no dims, dims of size 0 or 1 in every second of them, dims that do not divide."""
+    some, edges = st.integers(0, max_size), st.sampled_from([0, 1, 1, min(2, max_size), max_size])
+    return st.lists(some | edges, max_size=max_dims).map(tuple)
 
 
 @st.composite

@@ -156,6 +156,34 @@ def test_clipping_leaves_small_gradients_alone() -> None:
     assert optim.clip_by_global_norm(1.0).update({}, ()) == ({}, ())
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1e-30, 0.5, 1e30])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (2, 0)], ids=str)
+def test_gradients_of_zeros_stay_zeros(shape: tuple[int, ...], max_norm: float) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        zeros = {"w": torch.zeros(shape, dtype=dtype), "b": torch.zeros(2, dtype=dtype)}
+        assert same_bits(optim.clip_by_global_norm(max_norm).update(zeros, ())[0], zeros)
+
+
+def test_a_limit_of_zero_leaves_zeros_and_what_is_not_finite_shows() -> None:
+    clip = optim.clip_by_global_norm(0.0)
+    assert torch.equal(clip.update(torch.tensor([3.0, -4.0]), ())[0], torch.zeros(2))
+    for limit in (0.0, 0.5):
+        for bad in (math.nan, math.inf):
+            grads = torch.tensor([1.0, 0.0, bad])
+            theirs = torch.nn.Parameter(torch.zeros(3))
+            theirs.grad = grads.clone()
+            torch.nn.utils.clip_grad_norm_([theirs], limit)
+            ours = optim.clip_by_global_norm(limit).update(grads, ())[0]
+            assert torch.equal(ours.isnan(), theirs.grad.isnan())
+            assert torch.equal(ours.nan_to_num(), theirs.grad.nan_to_num())
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, -math.inf, math.nan, math.inf, "1", None, True])
+def test_a_limit_that_is_no_number_is_refused(max_norm: Any) -> None:
+    with pytest.raises(hp.PolicyError, match="max_norm must be a number >= 0, got"):
+        optim.clip_by_global_norm(max_norm)
+
+
 def test_the_names_at_the_top_are_the_same_functions() -> None:
     assert hp.global_norm is optim.global_norm
     assert hp.clip_by_global_norm is optim.clip_by_global_norm

@@ -64,7 +64,7 @@ def trees(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor: NaN equals itself, and zero is not minus zero."""
-    flat = x.detach().contiguous().reshape(-1)
+    flat = x.detach().resolve_conj().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
 
 

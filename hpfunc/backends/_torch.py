@@ -27,6 +27,7 @@ from . import _torch_autograd as autograd
 from . import _torch_collectives as collectives
 from . import _torch_init as init
 from ._base import Collective, Counters, Poll, Purpose, World
+from ._torch_bytes import as_bytes
 
 POLL_S = 0.5
 
@@ -274,17 +275,17 @@ class TorchBackend:
         return tensor
 
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor
         self.counters.bytes_copied += tensor.nbytes
-        return tensor.contiguous()
+        return tensor.resolve_conj().resolve_neg().contiguous()
 
     def adopt(self, gradient: torch.Tensor) -> torch.Tensor | None:
         whole = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         return gradient.detach().reshape(-1) if whole else None  # nobody else has it: see `_torch_borrowed`
 
     def digest(self, tensor: torch.Tensor) -> int:
-        elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        elements = as_bytes(tensor).cpu().numpy()
         return int.from_bytes(hashlib.blake2b(elements.tobytes(), digest_size=7).digest(), "big")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
@@ -303,12 +304,13 @@ class TorchBackend:
         self.counters.bytes_copied += sum(target.nbytes for target, _ in copies)
 
     def fill(self, target: torch.Tensor, value: float) -> None:
-        if math.isnan(value) and not target.is_floating_point():  # the poison of an integer, which has no NaN
-            value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min
+        if math.isnan(value) and not (target.is_floating_point() or target.is_complex()):
+            value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min  # an integer has no NaN
         with torch.no_grad():
-            target.fill_(value)
+            target.fill_(value) if value else target.zero_()  # float8_e8m0fnu has no zero to be filled with
 
     def sum_parts(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        target, *parts = map(collectives.as_added, (target, *parts))
         with torch.no_grad():
             if len(parts) == 1:
                 target.copy_(parts[0])
@@ -361,7 +363,7 @@ class TorchBackend:
 
     def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
         self.counters.count("broadcast", tensor.nbytes)
-        return [dist.broadcast(tensor, group=group, group_src=source, async_op=True)]
+        return [dist.broadcast(collectives.as_carried(tensor), group=group, group_src=source, async_op=True)]
 
     def permute(
         self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._torch_bytes import as_bytes
+
 # The two have new names from 2.13 on, and warn under the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+# Neither gloo nor NCCL knows all of torch's dtypes, so what they only carry travels as bytes if they do not know it.
+KNOWN = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+}
 
 # Note [One device for each purpose]
 # gloo as torch makes it has a network device for each group, with a thread that polls a hundred times a second for as
@@ -46,8 +54,21 @@ def _host_group(given: Any, options: Any) -> Any:
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
 
 
+def as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor as the libraries can carry it from rank to rank, over the same memory."""
+    return tensor if tensor.dtype in KNOWN else as_bytes(tensor)
+
+
+def as_added(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as torch can add it up, over the same memory: signed sums have the bits of unsigned ones."""
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    return tensor.view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
+
+
 def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
-    """Starts one collective into a given output; an all-reduce is in place."""
+    """Starts one collective into a given output; an all-reduce is in place. Both are flat."""
+    if collective in ("all_gather", "all_to_all"):
+        send, receive = as_carried(send), as_carried(receive)
     if collective == "all_gather":
         return all_gather(receive, send, group=group, async_op=async_op)
     if collective == "reduce_scatter":
@@ -70,7 +91,7 @@ def permute(group: Any, send: torch.Tensor, receive: torch.Tensor, target: int |
     """Starts a send to and a receive from places of the group; all of its ranks call this."""
     if send.device.type == "cpu":
         return _permute_on_host(group, send, receive, target, source)
-    ranks = dist.get_process_group_ranks(group)
+    ranks, send, receive = dist.get_process_group_ranks(group), as_carried(send), as_carried(receive)
     sends = [dist.P2POp(dist.isend, send, ranks[target], group)] if target is not None else []
     receives = [dist.P2POp(dist.irecv, receive, ranks[source], group)] if source is not None else []
     return dist.batch_isend_irecv(sends + receives) if sends or receives else []
@@ -81,7 +102,7 @@ def _permute_on_host(
 ) -> list[Any]:
     # As an all-to-all in which most parts are empty: the host waits in slices, and gloo takes the end of a slice of a
     # single send or receive for the end of the connection.
-    out, into = send.view(torch.uint8), receive.view(torch.uint8)
+    out, into = as_bytes(send), as_bytes(receive)
     if not out.numel():
         return []
     places = range(group.size())

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..backends._torch_bytes import as_bytes
+
 
 class TorchHost:
     """See `Host`."""
 
     def to_bytes(self, tensor: torch.Tensor, *, copy: bool) -> np.ndarray:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = as_bytes(tensor)
         on_host = flat.cpu()
         return np.array(on_host.numpy(), copy=copy and on_host.data_ptr() == flat.data_ptr())
 

@@ -54,7 +54,7 @@ class Bound:
         name = f"{_NAME}.set_grads"
         weights, ops = leaves_of(name, "params", self.params)
         gradients = like(name, "grads", grads, weights)
-        values = ops.cast(gradients.locals, list(self.parameters))
+        values = ops.apart(ops.cast(gradients.locals, list(self.parameters)))  # torch may write into them
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.grad = value.detach()
 
@@ -78,7 +78,7 @@ class Bound:
 
 
 def bind(params: Any) -> Bound:
-    """Returns weights together with torch parameters in the same memory, without a copy.
+    """Returns weights together with torch parameters in the same memory, without a copy (but of expanded tensors).
 
     The loop is then torch's own: `value_and_grad` of ``bound.params`` gives gradients, ``bound.set_grads`` hands them
     over, ``optimizer.step()`` changes the weights in place. Schedulers of torch need nothing else. Take element-wise
@@ -105,11 +105,11 @@ def bind(params: Any) -> Bound:
     """
     import torch
 
-    weights, _ = leaves_of(_NAME, "params", params)
+    weights, ops = leaves_of(_NAME, "params", params)
     _check(weights)
     refuse_partial_sums(_NAME, weights, "so they are no weights")
     names = tuple(dotted_paths(params, is_sharded))
-    values = [leaf._consume(_NAME).detach() for leaf in weights.leaves]
+    values = ops.apart([leaf._consume(_NAME).detach() for leaf in weights.leaves])
     parameters = tuple(torch.nn.Parameter(value) for value in values)
     return Bound(weights.wrap(values), parameters, names)
 

@@ -36,6 +36,10 @@ class Foreach(Protocol):
         """Returns `xs` in new memory."""
         ...
 
+    def apart(self, xs: Tensors) -> list[Tensor]:
+        """Returns `xs`, each whose elements may share memory (an expanded one) as a copy."""
+        ...
+
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:
         """Returns ``x * factor``: a number, a 0-d tensor, or a number for each."""
         ...

@@ -12,6 +12,7 @@ import optree
 from .. import backends
 from .._array import describe, is_sharded
 from .._errors import LeafError, SpecError, UsageError, message
+from .._numerics import has_sums
 from .._tree import flatten, paths, unflatten
 from ._foreach import Foreach, foreach
 
@@ -46,7 +47,8 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
     """Returns the leaves of a tree, and the arithmetic for them.
 
     Raises:
-        LeafError: a leaf is neither a `ShardedArray` nor a tensor, is not floating, or leaves belong to two frameworks.
+        LeafError: a leaf is neither a `ShardedArray` nor a tensor, is not floating, has 8-bit floats, or leaves belong
+            to two frameworks.
     """
     leaves = Leaves(name, tree, *flatten(tree, is_sharded))
     values = leaves.locals
@@ -58,6 +60,13 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
         bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind, fit in rows if not fit]
         hint = "keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)"
         raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
+    if not all(has_sums(backend.dtype_name(x)) for x in values):
+        rows = zip(leaves.paths(), leaves.leaves, map(backend.dtype_name, values), strict=True)
+        bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind in rows if not has_sums(kind)]
+        hint = "keep wider weights, which are cast where they are used; give gradients Numerics(accum_dtype='float32')"
+        raise LeafError(
+            message(function, f"{name} has leaves of 8-bit floats, which have no arithmetic", bad, hint=hint)
+        )
     return leaves, foreach(backend.name)
 
 
@@ -123,14 +132,14 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     """Returns tensors with the values of the leaves that may be written to.
 
     They are copies, but of donated arrays the memory itself, and the arrays are consumed. An array that stands at two
-    places of the tree is copied for each.
+    places of the tree is copied for each, and so is one whose elements share memory.
     """
     values = leaves.locals
     seen = Counter(id(leaf._owner) for leaf in leaves.leaves if is_sharded(leaf))
     kept = [is_sharded(x) and x.is_donated and seen[id(x._owner)] == 1 for x in leaves.leaves]
     copies = iter(ops.copy([value for value, keep in zip(values, kept, strict=True) if not keep]))
     pairs = zip(leaves.leaves, kept, strict=True)
-    return [leaf._consume(function) if keep else next(copies) for leaf, keep in pairs]
+    return ops.apart([leaf._consume(function) if keep else next(copies) for leaf, keep in pairs])
 
 
 def pick(items: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -53,6 +53,9 @@ class HostForeach:
     def copy(self, xs: Tensors) -> list[Tensor]:
         return self._given(self._torch.copy(self._held(xs)))
 
+    def apart(self, xs: Tensors) -> list[Tensor]:
+        return [x if x.is_contiguous() else self.copy([x])[0] for x in xs]
+
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:
         number = self._backend.detach(factor) if self._backend.is_tensor(factor) else factor
         return self._given(self._torch.scaled(self._held(xs), number))
@@ -108,6 +111,9 @@ class DeviceForeach:
 
     def copy(self, xs: Tensors) -> list[Tensor]:
         return [mint.clone(x) for x in xs]
+
+    def apart(self, xs: Tensors) -> list[Tensor]:
+        return [x if x.is_contiguous() else mint.clone(x) for x in xs]
 
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:
         factors = factor if isinstance(factor, list) else [factor] * len(xs)

@@ -46,13 +46,14 @@ def global_norm(tree: Any) -> Tensor:
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Returns the optimizer that scales all gradients by one factor so that their global norm is at most `max_norm`.
 
-    A norm of NaN makes all gradients NaN, on all ranks.
+    Gradients of zeros stay zeros, and a limit of 0 makes zeros of all finite ones. A norm of NaN makes all gradients
+    NaN, on all ranks; an infinite norm makes finite elements 0 and infinite ones NaN, as torch's clipping does.
 
     Args:
         max_norm: a number >= 0.
 
     Raises:
-        PolicyError: `max_norm` is negative.
+        PolicyError: `max_norm` is negative, infinite or NaN.
         SpecError, LeafError: as `global_norm`.
 
     Communication: as `global_norm`.
@@ -68,7 +69,8 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
         norm = _norm(name, grads)
         if norm is None:
             return grads, state
-        factor = (max_norm / norm).clamp(max=1.0)  # max_norm / 0 is infinite: a gradient of zeros stays one
+        # A norm of 0 counts as 1, as 0 / 0 is NaN: gradients of zeros stay zeros, whatever the limit.
+        factor = (max_norm / (norm + (norm == 0))).clamp(max=1.0)
         return scaled_tree(name, grads, factor), state
 
     return Optimizer(lambda params: (), update)

@@ -43,6 +43,11 @@ class TorchForeach:
         return [x.clone() for x in xs]
 
     @torch.no_grad()
+    def apart(self, xs: Tensors) -> list[torch.Tensor]:
+        # 0: no two elements share memory; 1: some do, and torch refuses to write; 2: torch cannot tell, and writes.
+        return [x.clone() if torch._debug_has_internal_overlap(x) == 1 else x for x in xs]
+
+    @torch.no_grad()
     def scaled(self, xs: Tensors, factor: float | torch.Tensor | list[float]) -> list[torch.Tensor]:
         return list(torch._foreach_mul(xs, factor))
 

@@ -126,6 +126,16 @@ def a_permutation_with_a_place_twice(rank: int) -> Any:
     return lambda: hp.ppermute(ops.ones(4), "shard", [(0, 1), (1, 1)], mesh=mesh()), None
 
 
+def a_sum_of_bools(rank: int) -> Any:
+    kept = {"mask": ops.ones(4, dtype=torch.bool), "w": ops.ones(4), "more": [ops.ones(2, 3, dtype=torch.bool)]}
+    return lambda: hp.psum(kept, "shard", mesh=mesh()), kept
+
+
+def the_largest_of_complex_numbers(rank: int) -> Any:
+    kept = {"w": ops.ones(4), "phase": ops.ones(4, dtype=torch.complex64)}
+    return lambda: hp.pmax(kept, "shard", mesh=mesh()), kept
+
+
 def a_collective_of_a_sharded_array(rank: int) -> Any:
     return lambda: hp.psum({"eps": 1.0}, "shard", mesh=mesh()), None
 

@@ -150,7 +150,7 @@ def random_weight(rng: Random, name: str, mesh_sizes: Mapping[str, int], usual: 
     if rng.random() < 0.2:
         fields["divisor"] = 1
     result = weight(name, numel, mesh_sizes, cut, **fields)
-    return weight(name, 0, mesh_sizes, cut, **fields) if rng.random() < 0.03 else result
+    return weight(name, 0, mesh_sizes, cut, **fields) if rng.random() < 0.1 else result
 
 
 def random_events(rng: Random, num_units: int) -> list[Event]:
@@ -185,6 +185,20 @@ def random_calls(rng: Random, num_units: int, uses: Counter[int]) -> list[tuple[
         calls.append((unit, uses[unit]))
         uses[unit] += 1
     return calls
+
+
+def with_edges(case: Case, rng: Random) -> Case:
+    """Returns a case some of whose weights have no element, or one in each block."""
+    sizes = [rng.choice([0, 0, 1, w.block_numel]) for w in case.program.weights]
+    weights = (replace(w, block_numel=n) for w, n in zip(case.program.weights, sizes, strict=True))
+    program, policy = replace(case.program, weights=tuple(weights)), case.policy
+    budget = max(policy.gather_budget_bytes, Windows(program, policy).least_budget_bytes)
+    return replace(case, program=program, policy=replace(policy, gather_budget_bytes=budget))
+
+
+def edge_cases() -> st.SearchStrategy[Case]:
+    """Returns the strategy of cases in which most weights are of no element or of one."""
+    return st.randoms(use_true_random=False).map(lambda rng: with_edges(random_case(rng), rng))
 
 
 def cases() -> st.SearchStrategy[Case]:

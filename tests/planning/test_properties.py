@@ -9,11 +9,11 @@ from hpfunc._check import check
 from hpfunc._interpret import interpret
 from hpfunc._plan import plan
 from hpfunc._reference import World, reference
-from tests.planning.programs import Case, cases
+from tests.planning.programs import Case, cases, edge_cases
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases(), st.integers(0, 1000))
+@given(cases() | edge_cases(), st.integers(0, 1000))
 def test_every_plan_is_safe_and_right_whatever_the_timing(case: Case, timing: int) -> None:
     schedule = plan(case.program, case.policy, case.traits)
     report = check(schedule)
