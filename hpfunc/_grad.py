@@ -8,10 +8,10 @@ from typing import Any
 
 import optree
 
-from ._array import check_gatherable, describe, is_sharded
+from ._array import check_gatherable, check_one_mesh, describe, is_sharded
 from ._debug import compare_gradients
 from ._differentiation import Backwards, Run, current_run
-from ._errors import LeafError, SpecError, UsageError, message
+from ._errors import LeafError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
 from ._numerics import Numerics
@@ -47,6 +47,7 @@ def value_and_grad(
     Raises:
         LeafError: a leaf is not floating, or the loss is no scalar.
         SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
+        MeshError: a mesh of more than one rank without data axes, which does not say that this is meant.
         UsageError: nested calls, or a tensor of an ended call is differentiated.
 
     Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter
@@ -85,13 +86,19 @@ def grad(
 
 def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
     arrays = [leaf for leaf in leaves if is_sharded(leaf)]
+    session = current_session()
     if not arrays:
-        return current_mesh(function)
-    if any(array.mesh != arrays[0].mesh for array in arrays):
-        names = paths(picked, "args", is_sharded)
-        bad = [f"{n}: on {a.mesh}" for n, a in zip(names, leaves, strict=True) if is_sharded(a)]
-        raise SpecError(message(function, "arrays lie on different meshes", bad))
-    return arrays[0].mesh
+        mesh = current_mesh(function) if session is None else session.mesh
+    else:
+        mesh = arrays[0].mesh if session is None else session.mesh
+
+        def names() -> list[str]:
+            every = paths(picked, "args", is_sharded)
+            return [name for name, leaf in zip(every, leaves, strict=True) if is_sharded(leaf)]
+
+        check_one_mesh(function, arrays, mesh, names)
+    mesh.check_data_axes(function)
+    return mesh
 
 
 def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session) -> None:

@@ -218,9 +218,11 @@ class ShardedStep:
         if gone:
             hint = "use what the step returned, or leave the argument out of donate_argnums"
             raise DonatedError(message(_NAME, "an argument was donated before", gone, hint=hint))
-        foreign = [f"{n}: on {x.mesh}" for n, x in arrays if x.mesh != self.mesh]
+        foreign = [(n, x.mesh) for n, x in arrays if x.mesh != self.mesh]
         if foreign:
-            raise SpecError(message(_NAME, "an argument lies on another mesh", foreign, mesh=self.mesh))
+            bad = [f"{name}: on {other.describe(self.mesh)}" for name, other in foreign]
+            shown = self.mesh.describe(foreign[0][1])
+            raise SpecError(message(_NAME, "an argument lies on another mesh", bad, mesh=shown))
         if any(not 0 <= n < len(args) for n in self._donate):
             rule = f"donate_argnums={self._donate}, but there are {len(args)} positional arguments"
             raise SpecError(message(_NAME, rule))

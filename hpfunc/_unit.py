@@ -10,7 +10,7 @@ from typing import Any, cast
 import optree
 
 from . import backends
-from ._array import ShardedArray, check_gatherable, describe, is_sharded
+from ._array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
 from ._differentiation import Run, current_run
 from ._errors import LeafError, MeshError, UsageError, message
 from ._mesh import AxisNames, as_axes
@@ -52,8 +52,8 @@ def unit(
         UsageError: a weight escapes or is written to, or two units gather it over different `axes`, or the unit runs
             inside of another one or under reentrant checkpointing, or, with `remat`, something else than
             `value_and_grad` differentiates it.
-        SpecError: an array cannot be gathered over these axes alone.
-        MeshError: one of `axes` is no data axis.
+        SpecError: an array cannot be gathered over these axes alone, or lies on another mesh than the others.
+        MeshError: one of `axes` is no data axis, or it is not known which axes are.
 
     Communication: an all-gather over those of `axes` that cut the weights, again in backward; there also their
         reduction. With `remat` also the collectives that `fn` calls, again in backward.
@@ -90,7 +90,10 @@ def unit(
             every = paths(params, "params", is_sharded)
             return [every[i] for i in places]
 
-        over = arrays[0].mesh.data_axes if given is None else _check_axes(given, arrays, names)
+        mesh = arrays[0].mesh
+        check_one_mesh(_NAME, arrays, mesh, names)
+        mesh.check_data_axes(_NAME)
+        over = mesh.data_axes if given is None else _check_axes(given, arrays, names)
         return _call(label, body, arrays, over, names, remat, args, kwargs)
 
     return call
@@ -189,6 +192,10 @@ def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> 
 
 
 def _use(session: Session, label: str, arrays: Sequence[ShardedArray], run: Run | None, axes: Axes) -> Use:
+    if arrays[0].mesh is not session.mesh and arrays[0].mesh != session.mesh:  # they were captured, not passed
+        within = "step" if run is None else "differentiation"
+        hint = f"the arrays that a {within} uses lie on its mesh: shard them on that, and pass them as arguments"
+        check_one_mesh(_NAME, arrays, session.mesh, lambda: [f"{label!r}, {describe(a)}" for a in arrays], hint)
     use = session.use(label, arrays, run, axes)
     pairs = [(w, session.gathers[w], a.layout.gather(axes)) for w, a in zip(use.weights, arrays, strict=True)]
     bad = [

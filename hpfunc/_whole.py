@@ -22,6 +22,8 @@ _ONLY_ARRAYS = "only sharded arrays can be gathered"
 
 def _gather_axes(function: str, array: ShardedArray, axes: tuple[str, ...] | None) -> tuple[str, ...]:
     mesh = array.mesh
+    if axes is None and array.spec.axes:
+        mesh.check_data_axes(function)
     wanted = mesh.sort(set(mesh.data_axes if axes is None else axes) & set(array.spec.axes))
     dim = array.layout.misplaced(wanted)
     if dim is not None:
@@ -83,6 +85,7 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     Raises:
         LeafError: a leaf is no `ShardedArray`.
         SpecError: an array cannot be gathered over `axes` alone, or still is a partial sum.
+        MeshError: no axes are given, and it is not known which ones are data axes.
         AgreementError: ranks disagree on the arrays.
 
     Communication: a digest; per array one all-gather: a rank sends its part to each other rank along `axes`.
@@ -149,6 +152,7 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     mesh = current_mesh(name, mesh)
     specs_of: list[PartitionSpec] = []
     with together(name, mesh, lambda: facts(tree, [f"to {spec}" for spec in specs_of])):
+        mesh.check_data_axes(name)
         check_tensors(name, "tree", tree, mesh)
         if specs is None:
             raise SpecError(message(name, "plain tensors need specs", hint="give the specs of the result"))
