@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 
@@ -32,6 +32,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function that computes `fun` and its gradient, reduced over the data axes.
 
+    ``no_grad`` or ``inference_mode`` around the call do not count, as in ``torch.func.grad``; inside of `fun` they do.
+
     Args:
         fun: returns a scalar: this rank's own loss, of its own data. With `has_aux` a pair of it and anything else.
         argnums: which positional arguments to differentiate: pytrees of `ShardedArray` (and of plain tensors, whose
@@ -42,13 +44,14 @@ def value_and_grad(
     Returns:
         ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree,
         shapes and specs of the arguments, and their dtypes or `Numerics.accum_dtype`; weights that the loss does not
-        depend on have zeros.
+        depend on have zeros, as long as it depends on one of them.
 
     Raises:
         LeafError: a leaf is not floating, or the loss is no scalar.
         SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
         MeshError: a mesh of more than one rank without data axes, which does not say that this is meant.
-        UsageError: nested calls, or a tensor of an ended call is differentiated.
+        UsageError: nested calls, or a tensor of an ended call is differentiated, or there is something to
+            differentiate and the loss depends on nothing of it.
 
     Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter
         over the data axes that cut it and one all-reduce over the others.
@@ -165,8 +168,13 @@ class GradFunction:
         session = owned or Session(mesh)
         try:
             _check_leaves(_NAME, picked, leaves, session)
-            run = Run(session, self.numerics, backwards)
-            return self._differentiate(run, args, kwargs, leaves, treedef)
+            with session.backend.ordinary() as convert:
+                if convert is not None:
+                    args, kwargs = cast(
+                        Any, optree.tree_map(convert, cast(Any, (tuple(args), kwargs)), is_leaf=is_sharded)
+                    )
+                run = Run(session, self.numerics, backwards)
+                return self._differentiate(run, args, kwargs, leaves, treedef)
         except BaseException as error:
             if owned is None:
                 session.control.fail(error)

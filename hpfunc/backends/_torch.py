@@ -26,6 +26,7 @@ from .._errors import MeshError, message
 from . import _torch_autograd as autograd
 from . import _torch_collectives as collectives
 from . import _torch_init as init
+from . import _torch_modes as modes
 from ._base import Collective, Counters, Poll, Purpose, World
 
 POLL_S = 0.5
@@ -265,10 +266,11 @@ class TorchBackend:
         return getattr(torch, dtype).is_floating_point
 
     def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> torch.Tensor:
-        return (torch.zeros if zero else torch.empty)(tuple(shape), dtype=getattr(torch, dtype), device=device)
+        with modes.allocating():
+            return (torch.zeros if zero else torch.empty)(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def detach(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        return modes.ordinary(tensor).detach()
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -392,6 +394,9 @@ class TorchBackend:
         self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], names: Sequence[str], *args: Any, **kwargs: Any
     ) -> Any:
         return autograd.use_plain(fn, wholes, names, *args, **kwargs)
+
+    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
+        return modes.ordinary_mode()
 
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         return init.abstract()

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 from .._errors import LeafError, UsageError, message
 from ._base import UnitUse
 from ._contract import is_called_by, refusing_writes
+from ._torch_modes import differentiating, ordinary
 
 Tensor = torch.Tensor
 
@@ -245,7 +246,7 @@ class TorchTape:
         self.leaves.clear()
 
     def leaf(self, local: Tensor) -> Tensor:
-        alias = local.detach().requires_grad_()
+        alias = ordinary(local).detach().requires_grad_()
         self.leaves.append(alias)
         return alias
 
@@ -297,6 +298,7 @@ class TorchTape:
             return _forgetting(fn, use, wholes, weights, self._anchor, args, kwargs), token
         return _recording(fn, use, wholes, weights, args, kwargs), token
 
+    @differentiating()
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
         """See `Tape`; None is the gradient of a leaf that has no path to the loss."""
         loss = forward()

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from .. import backends
 from .._array import describe, is_sharded
 from .._errors import LeafError, message
 from .._mesh import Mesh
@@ -109,7 +110,7 @@ def bind(params: Any) -> Bound:
     _check(weights)
     refuse_partial_sums(_NAME, weights, "so they are no weights")
     names = tuple(dotted_paths(params, is_sharded))
-    values = [leaf._consume(_NAME).detach() for leaf in weights.leaves]
+    values = [backends.get("torch").detach(leaf._consume(_NAME)) for leaf in weights.leaves]
     parameters = tuple(torch.nn.Parameter(value) for value in values)
     return Bound(weights.wrap(values), parameters, names)
 

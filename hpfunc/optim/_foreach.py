@@ -36,6 +36,10 @@ class Foreach(Protocol):
         """Returns `xs` in new memory."""
         ...
 
+    def writable(self, xs: Tensors) -> list[Tensor]:
+        """Returns `xs` as tensors that may be written to from here on, in the same memory."""
+        ...
+
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:
         """Returns ``x * factor``: a number, a 0-d tensor, or a number for each."""
         ...

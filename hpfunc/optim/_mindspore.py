@@ -50,6 +50,9 @@ class HostForeach:
     def cast(self, xs: Tensors, ys: Tensors) -> list[Tensor]:
         return self._given(self._torch.cast(self._held(xs), self._held(ys)))
 
+    def writable(self, xs: Tensors) -> list[Tensor]:
+        return xs
+
     def copy(self, xs: Tensors) -> list[Tensor]:
         return self._given(self._torch.copy(self._held(xs)))
 
@@ -105,6 +108,9 @@ class DeviceForeach:
 
     def cast(self, xs: Tensors, ys: Tensors) -> list[Tensor]:
         return [_to(x, y.dtype) for x, y in zip(xs, ys, strict=True)]
+
+    def writable(self, xs: Tensors) -> list[Tensor]:
+        return xs
 
     def copy(self, xs: Tensors) -> list[Tensor]:
         return [mint.clone(x) for x in xs]

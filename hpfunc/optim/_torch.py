@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..backends._torch_modes import ordinary
+
 Tensors = list[torch.Tensor]
 
 # On a CPU a pass over all weights would come back to each with a cold cache. Groups of 1 MiB took 25 ms where a single
@@ -41,6 +43,9 @@ class TorchForeach:
     @torch.no_grad()
     def copy(self, xs: Tensors) -> list[torch.Tensor]:
         return [x.clone() for x in xs]
+
+    def writable(self, xs: Tensors) -> list[torch.Tensor]:
+        return [ordinary(x) for x in xs]
 
     @torch.no_grad()
     def scaled(self, xs: Tensors, factor: float | torch.Tensor | list[float]) -> list[torch.Tensor]:
