@@ -14,6 +14,7 @@ from ._errors import UsageError, message
 from ._numerics import Numerics
 from ._program import Carry, Event
 from ._run import Session, Use
+from .backends import uncompiled
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
@@ -81,6 +82,7 @@ class Run:
             source = ("made", self.backwards.first_run)
         return source, rows, place, self.numerics, self.backwards.count
 
+    @uncompiled
     def local(self, array: ShardedArray) -> Tensor:
         """See `Tracker`."""
         if self.state == "done":

@@ -18,6 +18,7 @@ from ._numerics import Numerics
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
+from .backends import uncompiled
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
@@ -135,6 +136,7 @@ class GradFunction:
         self._given = argnums
         self.argnums: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.result(*self.run(args, kwargs, Backwards()))
 

@@ -21,6 +21,7 @@ from ._errors import LeafError, MeshError, UsageError, message
 from ._mesh import AxisNames, Mesh
 from ._pin import pinned, refusing_together
 from ._world import current_mesh
+from .backends import uncompiled
 
 Tensor = Any
 Map = Callable[[Tensor], Tensor]
@@ -28,6 +29,7 @@ Maps = tuple[Map, Map | None]  # a linear map and its transpose
 mean_axes: ContextVar[frozenset[str]] = ContextVar("hpfunc_mean_axes", default=frozenset())
 
 
+@uncompiled
 def _apply(
     function: str, tree: Any, axis_name: AxisNames, mesh: Mesh | None, maps: Callable[[Comm, Tensor], Maps]
 ) -> Any:

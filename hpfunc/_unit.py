@@ -18,7 +18,7 @@ from ._numerics import Numerics
 from ._run import Session, Use, current_session
 from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
-from .backends import Backend
+from .backends import Backend, uncompiled
 
 Tensor = Any
 Names = Callable[[], list[str]]
@@ -69,34 +69,41 @@ def unit(
 
     @functools.wraps(fn)
     def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = flatten(params, is_sharded)
-        places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
-        arrays = [leaves[i] for i in places]
-        _check(label, params, leaves, arrays, (args, kwargs))
-        if not arrays:
-            return fn(params, *args, **kwargs)
-
-        def body(wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            filled = list(leaves)
-            for i, whole in zip(places, wholes, strict=True):
-                filled[i] = whole
-            token = _computing.set(label)
-            try:
-                return fn(unflatten(treedef, filled), *args, **kwargs)
-            finally:
-                _computing.reset(token)
-
-        def names() -> list[str]:
-            every = paths(params, "params", is_sharded)
-            return [every[i] for i in places]
-
-        mesh = arrays[0].mesh
-        check_one_mesh(_NAME, arrays, mesh, names)
-        mesh.check_data_axes(_NAME)
-        over = mesh.data_axes if given is None else _check_axes(given, arrays, names)
-        return _call(label, body, arrays, over, names, remat, args, kwargs)
+        return _use_unit(fn, label, remat, given, params, args, kwargs)
 
     return call
+
+
+@uncompiled
+def _use_unit(
+    fn: Callable[..., Any], label: str, remat: bool, given: Axes | None, params: Any, args: Any, kwargs: Any
+) -> Any:
+    leaves, treedef = flatten(params, is_sharded)
+    places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
+    arrays = [leaves[i] for i in places]
+    _check(label, params, leaves, arrays, (args, kwargs))
+    if not arrays:
+        return fn(params, *args, **kwargs)
+
+    def body(wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        filled = list(leaves)
+        for i, whole in zip(places, wholes, strict=True):
+            filled[i] = whole
+        token = _computing.set(label)
+        try:
+            return fn(unflatten(treedef, filled), *args, **kwargs)
+        finally:
+            _computing.reset(token)
+
+    def names() -> list[str]:
+        every = paths(params, "params", is_sharded)
+        return [every[i] for i in places]
+
+    mesh = arrays[0].mesh
+    check_one_mesh(_NAME, arrays, mesh, names)
+    mesh.check_data_axes(_NAME)
+    over = mesh.data_axes if given is None else _check_axes(given, arrays, names)
+    return _call(label, body, arrays, over, names, remat, args, kwargs)
 
 
 def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Any) -> None:

@@ -15,6 +15,7 @@ from ._mesh import AxisNames, Mesh, PartitionSpec, as_axes
 from ._pin import together
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh
+from .backends import uncompiled
 
 Tensor = Any
 _ONLY_ARRAYS = "only sharded arrays can be gathered"
@@ -69,6 +70,7 @@ def _maps(layout: Layout, axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -
     return gather, scatter
 
 
+@uncompiled
 def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     """Returns the whole tensors of a tree of sharded arrays.
 
@@ -114,6 +116,7 @@ def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
     return next((leaf.mesh for leaf in leaves if is_sharded(leaf)), None)
 
 
+@uncompiled
 def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Sums a tree over the data axes and keeps this rank's part: the transpose of `unshard`.
 
@@ -213,6 +216,7 @@ def _finish(array: ShardedArray) -> ShardedArray:
     return ShardedArray(local, array.shape, PartitionSpec(*array.spec.entries), array.mesh)
 
 
+@uncompiled
 def reshard(tree: Any, specs: Any) -> Any:
     """Lays sharded arrays out anew on their mesh; partial sums are finished first.
 

@@ -354,6 +354,10 @@ class Differentiation(Protocol):
         """
         ...
 
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        """Makes the framework's compiler call a function, and what that calls, as they are."""
+        ...
+
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         """Returns a context in which operators only compute shapes; it yields the map from tensors to abstract ones."""
         ...

@@ -48,6 +48,9 @@ class MindSporeDifferentiation:
     def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
         return nullcontext()  # MindSpore has no mode whose tensors cannot be differentiated later
 
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        """Nothing to do: units run in PyNative mode only."""
+
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         rule = "MindSpore's operators cannot run without data, so a step cannot be lowered before it has run"
         hint = "run the step once; its schedule is `step.last_schedule`"

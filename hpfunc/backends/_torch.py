@@ -28,6 +28,7 @@ from . import _torch_collectives as collectives
 from . import _torch_init as init
 from . import _torch_modes as modes
 from ._base import Collective, Counters, Poll, Purpose, World
+from ._torch_compile import leave_alone
 
 POLL_S = 0.5
 
@@ -397,6 +398,9 @@ class TorchBackend:
 
     def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
         return modes.ordinary_mode()
+
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        leave_alone(fn)
 
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         return init.abstract()
