@@ -249,7 +249,7 @@ def check_one_mesh(
     function: str, arrays: Sequence[ShardedArray], mesh: Mesh, names: Callable[[], list[str]], hint: str | None = None
 ) -> None:
     """Raises SpecError naming every array, with its mesh, if not all of them lie on `mesh`."""
-    if all(array.mesh is mesh or array.mesh == mesh for array in arrays):
+    if all(array.layout.mesh is mesh or array.mesh == mesh for array in arrays):
         return
     others = [array.mesh for array in arrays if array.mesh != mesh]
     if all(array.mesh != mesh for array in arrays):

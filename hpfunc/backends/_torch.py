@@ -267,11 +267,11 @@ class TorchBackend:
         return getattr(torch, dtype).is_floating_point
 
     def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> torch.Tensor:
-        with modes.allocating():
-            return (torch.zeros if zero else torch.empty)(tuple(shape), dtype=getattr(torch, dtype), device=device)
+        make = modes.zeros if zero else modes.empty
+        return make(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def detach(self, tensor: torch.Tensor) -> torch.Tensor:
-        return modes.ordinary(tensor).detach()
+        return (modes.ordinary(tensor) if tensor.is_inference() else tensor).detach()
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -20,9 +20,18 @@ from .._errors import UsageError, message
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
-def allocating() -> AbstractContextManager[Any]:
-    """Returns a context in which new tensors are ordinary ones. See Note [Inference mode]."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+    """Returns a new ordinary tensor. See Note [Inference mode]."""
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(shape, **options)
+    with torch.inference_mode(False):
+        return torch.empty(shape, **options)
+
+
+def zeros(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+    """Returns a new ordinary tensor of zeros."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, **options)
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
