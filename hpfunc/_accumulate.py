@@ -16,6 +16,7 @@ from ._mesh import Mesh
 from ._program import Carry
 from ._run import Session, current_session, session_scope
 from ._tree import flatten, paths, unflatten
+from .backends import uncompiled
 
 Mode = Literal["scatter", "local"]
 _NAME = "hpfunc.accumulate"
@@ -78,23 +79,30 @@ def accumulate(
     @functools.wraps(grad_fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         chosen = [n for n in range(len(args)) if n not in grad_fn.argnums] if numbers is None else list(numbers)
-        mesh = grad_fn.mesh_of(args)
-        with _one_session(mesh):
-            batch = {n: args[n] for n in chosen} | kwargs
-            batches = list(_cut(batch, num_microbatches, dim, mesh))
-            backwards = Backwards(num_microbatches, _CARRY[mode])
-            losses, auxs, gradients = [], [], None
-            for backwards.left, batch in zip(range(num_microbatches, 0, -1), batches, strict=True):
-                filled = [batch.get(n, arg) for n, arg in enumerate(args)]
-                loss, aux, gradients = grad_fn.run(filled, {key: batch[key] for key in kwargs}, backwards)
-                losses.append(loss)
-                auxs.append(aux)
-            loss = sum(losses[1:], start=losses[0])
-            if grad_fn.numerics.reduce_op == "mean":
-                loss = loss / num_microbatches
-            return grad_fn.result(loss, auxs, gradients)
+        return _accumulate(grad_fn, num_microbatches, mode, chosen, dim, args, kwargs)
 
     return call
+
+
+@uncompiled
+def _accumulate(
+    grad_fn: GradFunction, num_microbatches: int, mode: Mode, chosen: list[int], dim: int, args: Any, kwargs: Any
+) -> Any:
+    mesh = grad_fn.mesh_of(args)
+    with _one_session(mesh):
+        batch = {n: args[n] for n in chosen} | kwargs
+        batches = list(_cut(batch, num_microbatches, dim, mesh))
+        backwards = Backwards(num_microbatches, _CARRY[mode])
+        losses, auxs, gradients = [], [], None
+        for backwards.left, batch in zip(range(num_microbatches, 0, -1), batches, strict=True):
+            filled = [batch.get(n, arg) for n, arg in enumerate(args)]
+            loss, aux, gradients = grad_fn.run(filled, {key: batch[key] for key in kwargs}, backwards)
+            losses.append(loss)
+            auxs.append(aux)
+        loss = sum(losses[1:], start=losses[0])
+        if grad_fn.numerics.reduce_op == "mean":
+            loss = loss / num_microbatches
+        return grad_fn.result(loss, auxs, gradients)
 
 
 @contextmanager

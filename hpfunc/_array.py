@@ -245,6 +245,24 @@ def check_sharded(
     raise LeafError(message(function, f"{name} has leaves that are no ShardedArray", bad, hint=hint))
 
 
+def check_one_mesh(
+    function: str, arrays: Sequence[ShardedArray], mesh: Mesh, names: Callable[[], list[str]], hint: str | None = None
+) -> None:
+    """Raises SpecError naming every array, with its mesh, if not all of them lie on `mesh`."""
+    if all(array.layout.mesh is mesh or array.mesh == mesh for array in arrays):
+        return
+    others = [array.mesh for array in arrays if array.mesh != mesh]
+    if all(array.mesh != mesh for array in arrays):
+        rule, shown = "an array lies on another mesh", mesh.describe(others[0])
+    else:
+        rule, shown = "arrays lie on different meshes", None
+    bad = [
+        f"{name}: on {array.mesh.describe(others[0] if array.mesh == mesh else mesh)}"
+        for name, array in zip(names(), arrays, strict=True)
+    ]
+    raise SpecError(message(function, rule, bad, mesh=shown, hint=hint))
+
+
 def check_gatherable(
     function: str, named: Sequence[tuple[str, ShardedArray]], axes: tuple[str, ...] | None = None
 ) -> None:

@@ -13,6 +13,7 @@ from ._errors import LeafError, SpecError, message
 from ._mesh import Mesh, PartitionSpec, did_you_mean
 from ._numerics import dtype_name
 from ._tree import broadcast_prefix, flatten, paths, unflatten
+from .backends import uncompiled
 
 Tensor = Any
 
@@ -93,6 +94,7 @@ def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
         raise LeafError(message(function, f"{backend.name} tensors on a mesh of {mesh.framework}", mesh=mesh))
 
 
+@uncompiled
 def shard(
     tree: Any,
     mesh: Mesh,
@@ -174,6 +176,7 @@ def _check_replicas(function: str, arrays: Sequence[ShardedArray], names: Sequen
             raise LeafError(message(function, "ranks hold different values of one part", bad, mesh=mesh, hint=hint))
 
 
+@uncompiled
 def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     """Builds a sharded tree without the whole model on any rank.
 

@@ -14,6 +14,7 @@ from ._errors import UsageError, message
 from ._numerics import Numerics, has_sums
 from ._program import Carry, Event
 from ._run import Session, Use
+from .backends import uncompiled
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
@@ -44,6 +45,7 @@ class Run:
 
     Attributes:
         state: ``"forward"``, ``"backward"`` or ``"done"``.
+        is_reached: whether autograd has come to a weight.
         carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
         weights: the weights that an array became, by the id of its owner: itself (), or rows of it.
@@ -57,6 +59,7 @@ class Run:
         self.carry: Carry = backwards.carry if backwards.left > 1 else ""
         self.tape = session.backend.tape(session.mesh.device)
         self.state = "forward"
+        self.is_reached = False
         self.uses_left: dict[int, int] = defaultdict(int)
         self.weights: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
         self._places: dict[int, int] = {}
@@ -79,6 +82,7 @@ class Run:
             source = ("made", self.backwards.first_run)
         return source, rows, place, self.numerics, self.backwards.count
 
+    @uncompiled
     def local(self, array: ShardedArray) -> Tensor:
         """See `Tracker`."""
         if self.state == "done":
@@ -106,8 +110,9 @@ class Run:
             if trainable:
                 self.uses_left[weight] += 1
 
-    def settle(self, use: Use) -> None:
+    def settle(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
         """A use has had its backward."""
+        self.is_reached = self.is_reached or any(gradient is not None for gradient in gradients)
         if use.scope is not None:
             self._repeatable[use.unit].remove(use)
         for weight, trainable in zip(use.weights, use.trainable, strict=True):
@@ -136,10 +141,14 @@ class Run:
 
         def begin_backward() -> Tensor:
             loss = forward()
+            if tracked:
+                self._check_dependence(loss)
             self.state = "backward"
             return loss
 
         leaf_gradients = self.tape.differentiate(begin_backward)
+        if tracked and not self.is_reached and all(gradient is None for gradient in leaf_gradients):
+            raise UsageError(_independent())
         index = self.session.emit(Event("end_backward", carry=self.carry))  # it may replace the driver
         self.session.driver.end_backward(index)
         plain = iter(leaf_gradients)  # tracked before anything was computed, so they are the tape's first leaves
@@ -148,6 +157,14 @@ class Run:
                 self._add_direct(place, leaf, next(plain))
             elif alias := self._aliases.get(id(leaf._owner)):
                 self._add_direct(place, leaf, leaf_gradients[alias[0]])
+
+    def _check_dependence(self, loss: Tensor) -> None:
+        """Raises UsageError if autograd knows of nothing that the loss was computed from."""
+        backend = self.session.backend
+        if not backend.is_tensor(loss) or not backend.is_floating(backend.dtype_name(loss)):
+            return  # it is no loss at all, as the tape will say
+        if not backend.is_transformed([loss]):
+            raise UsageError(_independent())
 
     def _add_direct(self, place: int, leaf: Any, gradient: Tensor | None) -> None:
         backend, sums = self.session.backend, self.backwards.direct
@@ -203,6 +220,15 @@ class Run:
         if numerics.reduce_op == "mean":
             total = total / (mesh.axis_size(mesh.data_axes) * self.backwards.count)
         return self.session.backend.cast(self.session.backend.detach(total), self.accum_dtype(array))
+
+
+def _independent() -> str:
+    rule = "the loss does not depend on what is differentiated, so there is no gradient"
+    hint = (
+        "look for .detach(), .item(), no_grad or integers between the weights and the loss, and for other weights than "
+        "those of argnums; a loss that is zero this time is 0 times something made of the weights"
+    )
+    return message(_NAME, rule, hint=hint)
 
 
 def zeros_like(session: Session, leaf: Any, dtype: str | None = None) -> Tensor:

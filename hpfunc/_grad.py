@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 
-from ._array import check_gatherable, describe, is_sharded
+from ._array import check_gatherable, check_one_mesh, describe, is_sharded
 from ._debug import compare_gradients
 from ._differentiation import Backwards, Run, current_run
-from ._errors import LeafError, SpecError, UsageError, message
+from ._errors import LeafError, UsageError, message
 from ._mesh import Mesh
 from ._named import mean_axes
 from ._numerics import Numerics, has_sums
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
+from .backends import uncompiled
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
@@ -32,6 +33,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function that computes `fun` and its gradient, reduced over the data axes.
 
+    ``no_grad`` or ``inference_mode`` around the call do not count, as in ``torch.func.grad``; inside of `fun` they do.
+
     Args:
         fun: returns a scalar: this rank's own loss, of its own data. With `has_aux` a pair of it and anything else.
         argnums: which positional arguments to differentiate: pytrees of `ShardedArray` (and of plain tensors, whose
@@ -42,12 +45,14 @@ def value_and_grad(
     Returns:
         ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree,
         shapes and specs of the arguments, and their dtypes or `Numerics.accum_dtype`; weights that the loss does not
-        depend on have zeros.
+        depend on have zeros, as long as it depends on one of them.
 
     Raises:
         LeafError: a leaf is not floating, its gradient would be added up in 8 bits, or the loss is no scalar.
         SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
-        UsageError: nested calls, or a tensor of an ended call is differentiated.
+        MeshError: a mesh of more than one rank without data axes, which does not say that this is meant.
+        UsageError: nested calls, or a tensor of an ended call is differentiated, or there is something to
+            differentiate and the loss depends on nothing of it.
 
     Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter
         over the data axes that cut it and one all-reduce over the others.
@@ -85,13 +90,19 @@ def grad(
 
 def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
     arrays = [leaf for leaf in leaves if is_sharded(leaf)]
+    session = current_session()
     if not arrays:
-        return current_mesh(function)
-    if any(array.mesh != arrays[0].mesh for array in arrays):
-        names = paths(picked, "args", is_sharded)
-        bad = [f"{n}: on {a.mesh}" for n, a in zip(names, leaves, strict=True) if is_sharded(a)]
-        raise SpecError(message(function, "arrays lie on different meshes", bad))
-    return arrays[0].mesh
+        mesh = current_mesh(function) if session is None else session.mesh
+    else:
+        mesh = arrays[0].mesh if session is None else session.mesh
+
+        def names() -> list[str]:
+            every = paths(picked, "args", is_sharded)
+            return [name for name, leaf in zip(every, leaves, strict=True) if is_sharded(leaf)]
+
+        check_one_mesh(function, arrays, mesh, names)
+    mesh.check_data_axes(function)
+    return mesh
 
 
 def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session, numerics: Numerics) -> None:
@@ -142,6 +153,7 @@ class GradFunction:
         self._given = argnums
         self.argnums: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.result(*self.run(args, kwargs, Backwards()))
 
@@ -175,8 +187,13 @@ class GradFunction:
         session = owned or Session(mesh)
         try:
             _check_leaves(_NAME, picked, leaves, session, self.numerics)
-            run = Run(session, self.numerics, backwards)
-            return self._differentiate(run, args, kwargs, leaves, treedef)
+            with session.backend.ordinary() as convert:
+                if convert is not None:
+                    args, kwargs = cast(
+                        Any, optree.tree_map(convert, cast(Any, (tuple(args), kwargs)), is_leaf=is_sharded)
+                    )
+                run = Run(session, self.numerics, backwards)
+                return self._differentiate(run, args, kwargs, leaves, treedef)
         except BaseException as error:
             if owned is None:
                 session.control.fail(error)

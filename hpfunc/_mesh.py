@@ -6,13 +6,21 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ._errors import MeshError, SpecError, message
 
 AxisNames = str | Sequence[str]
-DATA_AXES_BY_NAME = ("replicate", "shard")
+REPLICATING = frozenset({"replicate", "replica", "dp_replicate", "dp_outer", "ddp"})
+CUTTING = frozenset({"shard", "dp_shard", "dp_inner", "fsdp", "zero"})
+DATA = frozenset({"hsdp", "data", "data_parallel", "dp", "batch"})
+"""Names that people give to axes of data: for replicas, for shards, or for either. Upper or lower case."""
+OTHER = frozenset(
+    {"tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel", "pp", "pipe", "pipeline", "stage"}
+    | {"ep", "expert", "experts", "cp", "context", "context_parallel", "sp", "seq", "sequence"}
+)
+"""Names that people give to axes of another kind: not even alone is one of them taken for an axis of data."""
 
 
 class PartitionSpec:
@@ -107,6 +115,8 @@ class Mesh:
         device: device of this process's arrays, ``"cpu"``, ``"cuda:3"``.
         framework: framework of the arrays, ``"torch"``.
         timeout_s: seconds after which a rank that waits for another gives up.
+        knows_data_axes: False if `data_axes` is empty because none was given and no name tells; then what depends on
+            them is refused on more than one rank.
 
     >>> mesh = Mesh(("replicate", "shard"), (2, 2), ("replicate", "shard"), (0, 1, 2, 3), rank=2)
     >>> mesh.coordinate, mesh.group(("shard",)), mesh
@@ -121,6 +131,7 @@ class Mesh:
     device: str = "cpu"
     framework: str = "torch"
     timeout_s: float = 300.0
+    knows_data_axes: bool = True
 
     def __hash__(self) -> int:  # of what tells meshes apart in one process; `ranks` may be long
         return hash((self.axis_names, self.sizes, self.rank))
@@ -160,14 +171,16 @@ class Mesh:
         device = device_mesh.device_type
         if device != "cpu":
             device = f"{device}:{device_mesh.get_rank() % max(1, device_mesh._device_handle().device_count())}"
+        found = default_data_axes(tuple(names)) if data_axes is None else as_axes(data_axes)
         return cls(
             tuple(names),
             tuple(device_mesh.mesh.shape),
-            default_data_axes(tuple(names)) if data_axes is None else as_axes(data_axes),
+            found,
             tuple(device_mesh.mesh.flatten().tolist()),
             rank=device_mesh.get_rank(),
             device=device,
             timeout_s=timeout_s,
+            knows_data_axes=data_axes is not None or bool(found),
         )
 
     @property
@@ -240,6 +253,27 @@ class Mesh:
             raise MeshError(message(function, f"an axis appears twice in {axes}", mesh=self))
         return axes
 
+    def check_data_axes(self, function: str) -> None:
+        """Raises MeshError if it takes more than one rank, and nobody has said along which axes data differ."""
+        if self.size > 1 and not self.knows_data_axes:
+            rule = "it is not known along which axes ranks hold different data"
+            some = tuple(axis for axis in self.axis_names if axis.lower() not in OTHER)[:1]
+            first = f"data_axes={some} if it is so along {some[0]!r}, " if some else ""
+            known = "'replicate', 'shard', 'dp', 'fsdp', 'data', 'batch' tell by their names"
+            hint = f"say it in make_mesh: {first}data_axes=() if along none; {known}"
+            raise MeshError(message(function, rule, mesh=self, hint=hint))
+
+    def describe(self, beside: Mesh) -> str:
+        """Returns the mesh for an error text, with whatever tells it from another one that looks the same.
+
+        >>> one, two = (Mesh(("a", "b"), (1, 1), axes, (0,)) for axes in (("a",), ()))
+        >>> one.describe(two)
+        "Mesh(a=1, b=1) with data_axes=('a',)"
+        """
+        names = [field.name for field in fields(self)][2:]
+        others = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != getattr(beside, n)]
+        return f"{self} with {', '.join(others)}" if others and repr(self) == repr(beside) else repr(self)
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.shape.items())})"
 
@@ -250,8 +284,14 @@ def as_axes(axes: AxisNames) -> tuple[str, ...]:
 
 
 def default_data_axes(axis_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the only axis of a 1-D mesh, else the axes named 'replicate' and 'shard'."""
-    return axis_names if len(axis_names) == 1 else tuple(name for name in axis_names if name in DATA_AXES_BY_NAME)
+    """Returns the axes that are data axes by their names, else the only axis of a mesh, unless its name says otherwise.
+
+    >>> default_data_axes(("dp_replicate", "dp_shard", "tp")), default_data_axes(("ranks",)), default_data_axes(("tp",))
+    (('dp_replicate', 'dp_shard'), ('ranks',), ())
+    """
+    known = tuple(name for name in axis_names if name.lower() in REPLICATING | CUTTING | DATA)
+    alone = len(axis_names) == 1 and axis_names[0].lower() not in OTHER
+    return known or (axis_names if alone else ())
 
 
 def did_you_mean(axis: str, mesh: Mesh) -> str:

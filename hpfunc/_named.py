@@ -24,6 +24,7 @@ from ._numerics import check_sums, dtype_name
 from ._pin import pinned, refusing_together
 from ._tree import paths
 from ._world import current_mesh
+from .backends import uncompiled
 from .backends._base import Backend
 
 Tensor = Any
@@ -33,6 +34,7 @@ Check = Callable[[str, Sequence[Tensor], Callable[[], Sequence[str]]], None]
 mean_axes: ContextVar[frozenset[str]] = ContextVar("hpfunc_mean_axes", default=frozenset())
 
 
+@uncompiled
 def _apply(
     function: str,
     tree: Any,

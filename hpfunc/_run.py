@@ -171,7 +171,7 @@ class Use:
     def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
         """See `UnitUse`."""
         self.run.check_alive()
-        self.run.settle(self)
+        self.run.settle(self, gradients)
         self.session.driver.after_backward(self, gradients)
 
 

@@ -28,7 +28,7 @@ from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
 from ._windows import check_policy, unmatched
 from ._world import use_mesh
-from .backends import Counters
+from .backends import Counters, uncompiled
 
 _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64
@@ -90,6 +90,7 @@ class ShardedStep:
         """The plans that are kept: those of the last 64 different programs, the one that was used last at the end."""
         return tuple(prepared.schedule for prepared in self._plans.values())
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
 
@@ -129,6 +130,7 @@ class ShardedStep:
         self.last_counters = self._backend.counters.since(counted)
         return outputs
 
+    @uncompiled
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Records and plans the step on abstract arrays: nothing is computed, sent or changed.
 
@@ -218,9 +220,11 @@ class ShardedStep:
         if gone:
             hint = "use what the step returned, or leave the argument out of donate_argnums"
             raise DonatedError(message(_NAME, "an argument was donated before", gone, hint=hint))
-        foreign = [f"{n}: on {x.mesh}" for n, x in arrays if x.mesh != self.mesh]
+        foreign = [(n, x.mesh) for n, x in arrays if x.mesh != self.mesh]
         if foreign:
-            raise SpecError(message(_NAME, "an argument lies on another mesh", foreign, mesh=self.mesh))
+            bad = [f"{name}: on {other.describe(self.mesh)}" for name, other in foreign]
+            shown = self.mesh.describe(foreign[0][1])
+            raise SpecError(message(_NAME, "an argument lies on another mesh", bad, mesh=shown))
         if any(not 0 <= n < len(args) for n in self._donate):
             rule = f"donate_argnums={self._donate}, but there are {len(args)} positional arguments"
             raise SpecError(message(_NAME, rule))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import optree
 
 from . import backends
-from ._array import ShardedArray, check_gatherable, describe, is_sharded
+from ._array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
 from ._differentiation import Run, current_run
 from ._errors import LeafError, MeshError, UsageError, message
 from ._mesh import AxisNames, as_axes
@@ -18,7 +18,7 @@ from ._numerics import Numerics
 from ._run import Session, Use, current_session
 from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
-from .backends import Backend
+from .backends import Backend, uncompiled
 
 Tensor = Any
 Names = Callable[[], list[str]]
@@ -52,8 +52,8 @@ def unit(
         UsageError: a weight escapes or is written to, or two units gather it over different `axes`, or the unit runs
             inside of another one or under reentrant checkpointing, or, with `remat`, something else than
             `value_and_grad` differentiates it.
-        SpecError: an array cannot be gathered over these axes alone.
-        MeshError: one of `axes` is no data axis.
+        SpecError: an array cannot be gathered over these axes alone, or lies on another mesh than the others.
+        MeshError: one of `axes` is no data axis, or it is not known which axes are.
 
     Communication: an all-gather over those of `axes` that cut the weights, again in backward; there also their
         reduction. With `remat` also the collectives that `fn` calls, again in backward.
@@ -69,31 +69,41 @@ def unit(
 
     @functools.wraps(fn)
     def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = flatten(params, is_sharded)
-        places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
-        arrays = [leaves[i] for i in places]
-        _check(label, params, leaves, arrays, (args, kwargs))
-        if not arrays:
-            return fn(params, *args, **kwargs)
-
-        def body(wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            filled = list(leaves)
-            for i, whole in zip(places, wholes, strict=True):
-                filled[i] = whole
-            token = _computing.set(label)
-            try:
-                return fn(unflatten(treedef, filled), *args, **kwargs)
-            finally:
-                _computing.reset(token)
-
-        def names() -> list[str]:
-            every = paths(params, "params", is_sharded)
-            return [every[i] for i in places]
-
-        over = arrays[0].mesh.data_axes if given is None else _check_axes(given, arrays, names)
-        return _call(label, body, arrays, over, names, remat, args, kwargs)
+        return _use_unit(fn, label, remat, given, params, args, kwargs)
 
     return call
+
+
+@uncompiled
+def _use_unit(
+    fn: Callable[..., Any], label: str, remat: bool, given: Axes | None, params: Any, args: Any, kwargs: Any
+) -> Any:
+    leaves, treedef = flatten(params, is_sharded)
+    places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
+    arrays = [leaves[i] for i in places]
+    _check(label, params, leaves, arrays, (args, kwargs))
+    if not arrays:
+        return fn(params, *args, **kwargs)
+
+    def body(wholes: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        filled = list(leaves)
+        for i, whole in zip(places, wholes, strict=True):
+            filled[i] = whole
+        token = _computing.set(label)
+        try:
+            return fn(unflatten(treedef, filled), *args, **kwargs)
+        finally:
+            _computing.reset(token)
+
+    def names() -> list[str]:
+        every = paths(params, "params", is_sharded)
+        return [every[i] for i in places]
+
+    mesh = arrays[0].mesh
+    check_one_mesh(_NAME, arrays, mesh, names)
+    mesh.check_data_axes(_NAME)
+    over = mesh.data_axes if given is None else _check_axes(given, arrays, names)
+    return _call(label, body, arrays, over, names, remat, args, kwargs)
 
 
 def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Any) -> None:
@@ -189,6 +199,10 @@ def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> 
 
 
 def _use(session: Session, label: str, arrays: Sequence[ShardedArray], run: Run | None, axes: Axes) -> Use:
+    if arrays[0].mesh is not session.mesh and arrays[0].mesh != session.mesh:  # they were captured, not passed
+        within = "step" if run is None else "differentiation"
+        hint = f"the arrays that a {within} uses lie on its mesh: shard them on that, and pass them as arguments"
+        check_one_mesh(_NAME, arrays, session.mesh, lambda: [f"{label!r}, {describe(a)}" for a in arrays], hint)
     use = session.use(label, arrays, run, axes)
     pairs = [(w, session.gathers[w], a.layout.gather(axes)) for w, a in zip(use.weights, arrays, strict=True)]
     bad = [

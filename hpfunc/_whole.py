@@ -16,6 +16,7 @@ from ._numerics import check_sums
 from ._pin import together
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh
+from .backends import uncompiled
 
 Tensor = Any
 _ONLY_ARRAYS = "only sharded arrays can be gathered"
@@ -23,6 +24,8 @@ _ONLY_ARRAYS = "only sharded arrays can be gathered"
 
 def _gather_axes(function: str, array: ShardedArray, axes: tuple[str, ...] | None) -> tuple[str, ...]:
     mesh = array.mesh
+    if axes is None and array.spec.axes:
+        mesh.check_data_axes(function)
     wanted = mesh.sort(set(mesh.data_axes if axes is None else axes) & set(array.spec.axes))
     dim = array.layout.misplaced(wanted)
     if dim is not None:
@@ -68,6 +71,7 @@ def _maps(layout: Layout, axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -
     return gather, scatter
 
 
+@uncompiled
 def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     """Returns the whole tensors of a tree of sharded arrays.
 
@@ -84,6 +88,7 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     Raises:
         LeafError: a leaf is no `ShardedArray`.
         SpecError: an array cannot be gathered over `axes` alone, or still is a partial sum.
+        MeshError: no axes are given, and it is not known which ones are data axes.
         AgreementError: ranks disagree on the arrays.
 
     Communication: a digest; per array one all-gather: a rank sends its part to each other rank along `axes`.
@@ -112,6 +117,7 @@ def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
     return next((leaf.mesh for leaf in leaves if is_sharded(leaf)), None)
 
 
+@uncompiled
 def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Sums a tree over the data axes and keeps this rank's part: the transpose of `unshard`.
 
@@ -150,6 +156,7 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     mesh = current_mesh(name, mesh)
     specs_of: list[PartitionSpec] = []
     with together(name, mesh, lambda: facts(tree, [f"to {spec}" for spec in specs_of])):
+        mesh.check_data_axes(name)
         check_tensors(name, "tree", tree, mesh)
         if specs is None:
             raise SpecError(message(name, "plain tensors need specs", hint="give the specs of the result"))
@@ -211,6 +218,7 @@ def _finish(array: ShardedArray) -> ShardedArray:
     return ShardedArray(local, array.shape, PartitionSpec(*array.spec.entries), array.mesh)
 
 
+@uncompiled
 def reshard(tree: Any, specs: Any) -> Any:
     """Lays sharded arrays out anew on their mesh; partial sums are finished first.
 

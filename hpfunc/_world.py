@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from . import backends
 from ._array import ShardedArray, flatten_array, unflatten_array
 from ._errors import HpfuncWarning, MeshError, message
-from ._mesh import AxisNames, Mesh, as_axes, default_data_axes
+from ._mesh import CUTTING, DATA, REPLICATING, AxisNames, Mesh, as_axes, default_data_axes
 
 _current: ContextVar[Mesh | None] = ContextVar("hpfunc_mesh", default=None)
 
@@ -33,8 +33,11 @@ def make_mesh(
     Args:
         shape: ranks along each axis; one entry may be -1 and takes what is left.
         axis_names: a name for each axis, major first.
-        data_axes: axes over which ranks hold different data. Default: the only axis of a 1-D mesh, else those named
-            ``"replicate"`` and ``"shard"``.
+        data_axes: axes over which ranks hold different data. Default: those that are data axes by their names
+            (``"replicate"``, ``"shard"``, ``"dp"``, ``"fsdp"``, ``"data"``, ``"batch"``, ``"dp_replicate"``,
+            ``"dp_shard"`` and a few more), else the only axis of a 1-D mesh that is not named after another kind of
+            parallelism (``"tp"``). Where this finds none, units and gradients are refused on more than one rank; ``()``
+            says that no axis is one.
         device: device of this process; default: its accelerator if there is one, else ``"cpu"``.
         timeout_s: after this many seconds a rank that waits for another gives up.
 
@@ -61,15 +64,17 @@ def make_mesh(
             f"start {math.prod(sizes)} processes (torchrun --nproc-per-node ...)" if min(sizes, default=0) > 0 else None
         )
         raise MeshError(message("hpfunc.make_mesh", rule, hint=hint))
+    found = default_data_axes(names) if data_axes is None else as_axes(data_axes)
     mesh = Mesh(
         names,
         sizes,
-        default_data_axes(names) if data_axes is None else as_axes(data_axes),
+        found,
         tuple(range(world.size)),
         rank=world.rank,
         device=world.device,
         framework=backend.name,
         timeout_s=timeout_s,
+        knows_data_axes=data_axes is not None or bool(found),
     )
     _warn_about_machines(mesh)
     return mesh
@@ -77,16 +82,19 @@ def make_mesh(
 
 def _warn_about_machines(mesh: Mesh) -> None:
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
-    if (
-        not {"replicate", "shard"} <= set(mesh.axis_names)
-        or min(mesh.axis_size("replicate"), mesh.axis_size("shard")) < 2
-    ):
-        return
-    machines = {axis: len({rank // per_machine for rank in mesh.group(axis)}) for axis in ("replicate", "shard")}
-    if machines["shard"] > 1 and machines["replicate"] == 1:
-        rule = "the 'shard' axis spans machines while the 'replicate' axis does not"
-        hint = "make 'shard' the last axis, so that gathers stay inside a machine"
+    cutting = _long_axes(mesh, CUTTING)
+    replicating = _long_axes(mesh, REPLICATING) or _long_axes(mesh, DATA)  # beside "fsdp", "dp" is for replicas
+    machines = {axis: len({rank // per_machine for rank in mesh.group(axis)}) for axis in cutting + replicating}
+    inner = next((axis for axis in replicating if machines[axis] == 1), None)
+    outer = next((axis for axis in cutting if machines[axis] > 1), None)
+    if inner is not None and outer is not None:
+        rule = f"the {outer!r} axis spans machines while the {inner!r} axis does not"
+        hint = f"make {outer!r} the last axis, so that gathers stay inside a machine"
         warnings.warn(message("hpfunc.make_mesh", rule, mesh=mesh, hint=hint), HpfuncWarning, stacklevel=3)
+
+
+def _long_axes(mesh: Mesh, names: frozenset[str]) -> list[str]:
+    return [axis for axis, size in mesh.shape.items() if axis.lower() in names and size > 1]
 
 
 @contextmanager

@@ -98,6 +98,11 @@ def gradient(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return importlib.import_module("mindspore").grad(fn) if is_mindspore() else torch.func.grad(fn)
 
 
+def detached(x: Tensor) -> Tensor:
+    """Returns `x` without its history."""
+    return importlib.import_module("mindspore").ops.stop_gradient(x) if is_mindspore() else x.detach()
+
+
 def with_backward(x: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns `x` as a new tensor, whose gradient goes through `backward`."""
     return _identity().apply(backward, x)

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hpfunc as hp
 from hpfunc.backends import get
 from tests.models import P
-from tests.ranks import Pool, mesh_of
+from tests.ranks import Pool, mesh_of, outcome
 from tests.test_execute import D, data, layers, local_leaves
 from tests.test_parity import assert_same_bits
 from tests.test_recompute import WAYS
@@ -121,3 +121,89 @@ def compiled_sums(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def test_a_compiled_block_may_sum_over_ranks(pool: Callable[[int], Pool]) -> None:
     for got, want in pool(2).run(compiled_sums):
         assert_same_bits(got, want)
+
+
+# --- what is not a block --------------------------------------------------------------------------------------------
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(F.linear(x, p["w"], p["b"])) + x
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Parts:
+    """A small training step, with `wrap` around one of its functions."""
+
+    def __init__(self, mesh: Any, wrap: Wrap, place: str) -> None:
+        def at(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+            return wrap(fn) if name == place else fn
+
+        self.mesh = mesh
+        self.unit = at("unit", hp.unit(at("block", layer), name="layer"))
+        self.loss = at("loss", self._loss)
+        self.gradient = at("gradient", hp.value_and_grad(self.loss))
+        self.accumulated: Any = self.gradient  # of a compiled one `accumulate` knows nothing
+        if place != "gradient":
+            self.accumulated = at("accumulated", hp.accumulate(cast(Any, self.gradient), 2))
+        self.body = at("body", self._body)
+        self.step = at("step", hp.sharded(self.body, mesh))
+        self.caller = at("caller", self._caller)
+
+    def _loss(self, params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params:
+            x = self.unit(p, x)
+        return x.square().mean() + 0.1 * params[0]["w"].local.square().sum()
+
+    def _body(self, params: Any, x: torch.Tensor) -> Any:
+        loss, grads = self.accumulated(params, x)
+        updates, _ = hp.optim.sgd(0.1).update(grads, hp.optim.sgd(0.1).init(params))
+        return hp.apply_updates(params, updates), hp.pmean(loss, "shard")
+
+    def _caller(self, params: Any, x: torch.Tensor) -> Any:
+        params, loss = self.step(params, 2 * x)
+        w = hp.unshard(params[0]["w"])
+        again = hp.shard(w, self.mesh, P("shard"))
+        return params, loss + 0 * hp.psum(again.local.sum(), "shard", mesh=self.mesh)
+
+
+PLACES = ("block", "unit", "loss", "gradient", "accumulated", "body", "step", "caller")
+
+
+def compiled_part(rank: int, place: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch._dynamo.reset()
+    mesh = mesh_of((2,), ("shard",))
+
+    def trained(wrap: Wrap) -> list[torch.Tensor]:
+        params: Any = hp.shard(layers(3), mesh, P("shard"))
+        parts, losses = Parts(mesh, wrap, place), []
+        for number in range(3):
+            params, loss = parts.caller(params, data(2 * number + rank))
+            losses.append(loss)
+        return [*losses, *local_leaves(params), parts.unit(params[0], data(rank)).detach()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo warns of what it does not trace
+        return trained(lambda fn: torch.compile(fn, backend="aot_eager")), trained(lambda fn: fn)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_compiled_around_hpfunc_runs_as_it_is(pool: Callable[[int], Pool], place: str) -> None:
+    for got, want in pool(2).run(compiled_part, place):
+        assert_same_bits(got, want)
+
+
+def one_graph(rank: int, place: str) -> str:
+    torch._dynamo.reset()
+    mesh = mesh_of((2,), ("shard",))
+    params = hp.shard(layers(3), mesh, P("shard"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = Parts(mesh, lambda fn: torch.compile(fn, backend="aot_eager", fullgraph=True), place)
+        return outcome(getattr(parts, place), params[0] if place == "unit" else params, data(rank))
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_what_must_be_one_graph_is_refused_at_once(pool: Callable[[int], Pool], place: str) -> None:
+    for text in pool(2).run(one_graph, place):
+        assert text.startswith("Unsupported: ")
+        assert "compile the function of a unit: hpfunc.unit(torch.compile(block_fn))" in text

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from .._errors import LeafError, MeshError, message
 from ._base import Backend as Backend
@@ -15,6 +15,19 @@ from ._base import Counters as Counters
 
 # Which of them to take when several are imported: MindSpore's backend imports torch, but not the other way round.
 _MODULES = {"mindspore": "_mindspore", "torch": "_torch", "torch_npu": "_torch_npu"}
+
+
+_uncompiled: list[Callable[..., Any]] = []
+_loaded: list[Backend] = []
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(fn: F) -> F:
+    """Marks a function of a module or class that compilers of frameworks are to call, and never to look into."""
+    _uncompiled.append(fn)
+    for backend in _loaded:
+        backend.leave_alone(fn)
+    return fn
 
 
 @cache
@@ -31,7 +44,11 @@ def get(name: str) -> Backend:
     except ImportError as error:
         hint = f"pip install 'hpfunc[{name}]'"
         raise MeshError(message("hpfunc.backends", f"cannot load {name!r}: {error}", hint=hint)) from error
-    return cast(Backend, module.BACKEND)
+    backend = cast(Backend, module.BACKEND)
+    for fn in _uncompiled:
+        backend.leave_alone(fn)
+    _loaded.append(backend)
+    return backend
 
 
 def default() -> Backend:

@@ -354,6 +354,17 @@ class Differentiation(Protocol):
         """Calls ``fn(wholes, ...)``, which is not differentiated, and refuses escapes and writes into the weights."""
         ...
 
+    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
+        """Returns a context in which new tensors may be differentiated later, whatever mode the caller has put on.
+
+        It yields the map from the caller's leaves to such tensors in the same memory; None where they all are.
+        """
+        ...
+
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        """Makes the framework's compiler call a function, and what that calls, as they are."""
+        ...
+
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         """Returns a context in which operators only compute shapes; it yields the map from tensors to abstract ones."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import optree
@@ -44,6 +44,12 @@ class MindSporeDifferentiation:
         self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
     ) -> Any:
         return use_plain(self.bridge, fn, wholes, names, *args, **kwargs)
+
+    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
+        return nullcontext()  # MindSpore has no mode whose tensors cannot be differentiated later
+
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        """Nothing to do: units run in PyNative mode only."""
 
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         rule = "MindSpore's operators cannot run without data, so a step cannot be lowered before it has run"

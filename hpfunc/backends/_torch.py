@@ -26,8 +26,10 @@ from .._errors import MeshError, message
 from . import _torch_autograd as autograd
 from . import _torch_collectives as collectives
 from . import _torch_init as init
+from . import _torch_modes as modes
 from ._base import Collective, Counters, Poll, Purpose, World
 from ._torch_bytes import as_bytes
+from ._torch_compile import leave_alone
 
 POLL_S = 0.5
 
@@ -266,10 +268,11 @@ class TorchBackend:
         return getattr(torch, dtype).is_floating_point
 
     def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> torch.Tensor:
-        return (torch.zeros if zero else torch.empty)(tuple(shape), dtype=getattr(torch, dtype), device=device)
+        make = modes.zeros if zero else modes.empty
+        return make(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def detach(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        return (modes.ordinary(tensor) if tensor.is_inference() else tensor).detach()
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -398,6 +401,12 @@ class TorchBackend:
         self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], names: Sequence[str], *args: Any, **kwargs: Any
     ) -> Any:
         return autograd.use_plain(fn, wholes, names, *args, **kwargs)
+
+    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
+        return modes.ordinary_mode()
+
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        leave_alone(fn)
 
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
         return init.abstract()

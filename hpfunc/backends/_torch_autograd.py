@@ -45,6 +45,7 @@ from .._errors import LeafError, UsageError, message
 from . import _torch_borrowed as borrowed
 from ._base import UnitUse
 from ._contract import is_called_by, refusing_writes
+from ._torch_modes import differentiating, ordinary
 
 Tensor = torch.Tensor
 
@@ -239,7 +240,7 @@ class TorchTape:
         self.leaves.clear()
 
     def leaf(self, local: Tensor) -> Tensor:
-        alias = local.detach().requires_grad_()
+        alias = ordinary(local).detach().requires_grad_()
         self.leaves.append(alias)
         return alias
 
@@ -291,6 +292,7 @@ class TorchTape:
             return _forgetting(fn, use, wholes, weights, self._anchor, args, kwargs), token
         return _recording(fn, use, wholes, weights, args, kwargs), token
 
+    @differentiating()
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
         """See `Tape`; None is the gradient of a leaf that has no path to the loss."""
         loss = forward()

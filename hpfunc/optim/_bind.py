@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from .. import backends
 from .._array import describe, is_sharded
 from .._errors import LeafError, message
 from .._mesh import Mesh
@@ -54,7 +55,7 @@ class Bound:
         name = f"{_NAME}.set_grads"
         weights, ops = leaves_of(name, "params", self.params)
         gradients = like(name, "grads", grads, weights)
-        values = ops.apart(ops.cast(gradients.locals, list(self.parameters)))  # torch may write into them
+        values = ops.writable(ops.cast(gradients.locals, list(self.parameters)))  # torch may write into them
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.grad = value.detach()
 
@@ -109,7 +110,7 @@ def bind(params: Any) -> Bound:
     _check(weights)
     refuse_partial_sums(_NAME, weights, "so they are no weights")
     names = tuple(dotted_paths(params, is_sharded))
-    values = ops.apart([leaf._consume(_NAME).detach() for leaf in weights.leaves])
+    values = ops.writable([backends.get("torch").detach(leaf._consume(_NAME)) for leaf in weights.leaves])
     parameters = tuple(torch.nn.Parameter(value) for value in values)
     return Bound(weights.wrap(values), parameters, names)
 

@@ -36,8 +36,9 @@ class Foreach(Protocol):
         """Returns `xs` in new memory."""
         ...
 
-    def apart(self, xs: Tensors) -> list[Tensor]:
-        """Returns `xs`, each whose elements may share memory (an expanded one) as a copy."""
+    def writable(self, xs: Tensors) -> list[Tensor]:
+        """Returns `xs` as tensors that may be written to from here on: in the same memory, or if its elements share
+        some (as those of an expanded tensor) as a copy."""
         ...
 
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:

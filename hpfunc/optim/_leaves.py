@@ -139,7 +139,7 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     kept = [is_sharded(x) and x.is_donated and seen[id(x._owner)] == 1 for x in leaves.leaves]
     copies = iter(ops.copy([value for value, keep in zip(values, kept, strict=True) if not keep]))
     pairs = zip(leaves.leaves, kept, strict=True)
-    return ops.apart([leaf._consume(function) if keep else next(copies) for leaf, keep in pairs])
+    return ops.writable([leaf._consume(function) if keep else next(copies) for leaf, keep in pairs])
 
 
 def pick(items: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -53,7 +53,7 @@ class HostForeach:
     def copy(self, xs: Tensors) -> list[Tensor]:
         return self._given(self._torch.copy(self._held(xs)))
 
-    def apart(self, xs: Tensors) -> list[Tensor]:
+    def writable(self, xs: Tensors) -> list[Tensor]:
         return [x if x.is_contiguous() else self.copy([x])[0] for x in xs]
 
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:
@@ -112,7 +112,7 @@ class DeviceForeach:
     def copy(self, xs: Tensors) -> list[Tensor]:
         return [mint.clone(x) for x in xs]
 
-    def apart(self, xs: Tensors) -> list[Tensor]:
+    def writable(self, xs: Tensors) -> list[Tensor]:
         return [x if x.is_contiguous() else mint.clone(x) for x in xs]
 
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..backends._torch_modes import ordinary
+
 Tensors = list[torch.Tensor]
 
 # On a CPU a pass over all weights would come back to each with a cold cache. Groups of 1 MiB took 25 ms where a single
@@ -43,9 +45,10 @@ class TorchForeach:
         return [x.clone() for x in xs]
 
     @torch.no_grad()
-    def apart(self, xs: Tensors) -> list[torch.Tensor]:
+    def writable(self, xs: Tensors) -> list[torch.Tensor]:
         # 0: no two elements share memory; 1: some do, and torch refuses to write; 2: torch cannot tell, and writes.
-        return [x.clone() if torch._debug_has_internal_overlap(x) == 1 else x for x in xs]
+        with torch.inference_mode(False):
+            return [x.clone() if torch._debug_has_internal_overlap(x) == 1 else x for x in map(ordinary, xs)]
 
     @torch.no_grad()
     def scaled(self, xs: Tensors, factor: float | torch.Tensor | list[float]) -> list[torch.Tensor]:

@@ -181,6 +181,7 @@ NOT_HERE = {
     "test_device_path": "CUDA is torch's; that of Ascend is in test_ascend",
     "test_dtypes": "what travels is the runtime's own tensor, which is torch's for both frameworks",
     "test_from_torch": "torch's optimizers are torch's",
+    "test_grad_mode": "no_grad and inference_mode are torch's",
     "test_host_work": "what it counts are the core's calls, the same for each framework",
     "test_interop": "DTensor, DeviceMesh and DLPack are torch's",
     "test_interop_dcp": "torch.distributed.checkpoint is torch's; test_checkpoint",

@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.errors import test_debug, test_policies, test_steps, test_values
+from tests.errors import test_debug, test_meshes, test_modes, test_policies, test_steps, test_values
 from tests.errors.judge import check_texts, texts_of
 from tests.errors.test_debug import (
     test_nan_is_the_same_as_nan,
     test_what_is_right_passes_when_it_is_recomputed,
     test_what_is_right_passes_with_the_same_bits,
+)
+from tests.errors.test_meshes import (
+    test_axes_of_data_are_known_by_their_names,
+    test_no_axis_is_one_if_that_is_said,
+)
+from tests.errors.test_modes import (
+    test_a_loss_of_zero_times_the_weights_is_one,
+    test_a_loss_without_gradient_on_one_rank_ends_all,
+    test_nothing_to_differentiate_and_plain_tensors_are_no_mistake,
 )
 from tests.errors.test_warnings import (
     test_a_plan_that_hides_nothing_is_warned_of,
@@ -21,7 +30,8 @@ from tests.frameworks import needs_mindspore
 from tests.mindspore.lacks import DIFFERS, LACKS
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
-ALL = test_values.CASES | test_steps.CASES | test_policies.CASES | test_debug.CASES
+MODULES = (test_values, test_steps, test_policies, test_debug, test_meshes, test_modes)
+ALL = {name: case for module in MODULES for name, case in module.CASES.items()}
 LEFT_OUT = {name for lack in LACKS.values() for name in lack.tests}
 
 

@@ -75,6 +75,47 @@ def test_meshes_are_values() -> None:
     assert repr(mesh_on(grid)) == "Mesh(replicate=2, shard=2)"
 
 
+def test_whether_data_axes_were_given_is_part_of_a_mesh() -> None:
+    silent, told = hp.make_mesh((1, 1), ("x", "y")), hp.make_mesh((1, 1), ("x", "y"), ())
+    assert silent.data_axes == told.data_axes == ()
+    assert (silent.knows_data_axes, told.knows_data_axes) == (False, True)
+    assert silent != told
+    assert hash(silent) == hash(told)
+    assert repr(silent) == repr(told) == "Mesh(x=1, y=1)"
+    for mesh in (silent, told):
+        assert pickle.loads(pickle.dumps(mesh)) == mesh
+    assert silent.describe(told) == "Mesh(x=1, y=1) with knows_data_axes=False"
+    by_name, by_hand = (hp.make_mesh((1, 1), ("dp", "tp"), given) for given in (None, "dp"))
+    assert by_name == by_hand
+
+
+@pytest.mark.parametrize(
+    ("names", "data_axes"),
+    [
+        (("dp", "tp"), ("dp",)),
+        (("data", "model"), ("data",)),
+        (("Data", "Model"), ("Data",)),
+        (("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("dp_replicate", "dp_shard")),
+        (("batch", "fsdp", "tensor"), ("batch", "fsdp")),
+        (("ranks",), ("ranks",)),  # alone
+        (("tp",), ()),  # alone, and named after something else
+        (("model",), ()),
+        (("nodes", "devices"), ()),
+    ],
+)
+def test_data_axes_are_known_by_their_names(names: tuple[str, ...], data_axes: tuple[str, ...]) -> None:
+    mesh = hp.make_mesh((1,) * len(names), names)
+    assert mesh.data_axes == data_axes
+    assert mesh.knows_data_axes == bool(data_axes)
+    mesh.check_data_axes("hpfunc.test")  # one rank has nobody to share with
+    large = hp.Mesh(names, (2,) * len(names), data_axes, tuple(range(2 ** len(names))), knows_data_axes=bool(data_axes))
+    if data_axes:
+        large.check_data_axes("hpfunc.test")
+    else:
+        with pytest.raises(hp.MeshError, match="not known along which axes"):
+            large.check_data_axes("hpfunc.test")
+
+
 def test_axes_are_sorted_in_mesh_order() -> None:
     mesh = mesh_on(Grid((1, 1, 1), ("c", "a", "b"), ()))
     assert mesh.sort({"b", "c"}) == ("c", "b")

@@ -32,6 +32,7 @@ def meshes(rank: int) -> list[tuple[Any, ...]]:
         described(hp.make_mesh((4, 1, -1), ("a", "b", "shard"))),
         described(hp.make_mesh((2, 2), ("dp", "tp"), "dp")),
         described(hp.make_mesh((2, 2), ("dp", "tp"))),
+        described(hp.make_mesh((2, 2), ("nodes", "devices"))),
     ]
 
 
@@ -45,7 +46,8 @@ def test_a_mesh_is_made_of_the_group_that_exists(pool: Any) -> None:
             (("replicate", "shard"), (2, 2), ("replicate", "shard"), *rest),
             (("a", "b", "shard"), (4, 1, 1), ("shard",), *rest),
             (("dp", "tp"), (2, 2), ("dp",), *rest),
-            (("dp", "tp"), (2, 2), (), *rest),
+            (("dp", "tp"), (2, 2), ("dp",), *rest),
+            (("nodes", "devices"), (2, 2), (), *rest),
         ]
 
 
@@ -187,14 +189,18 @@ def machine_warnings(rank: int, per_machine: int, names: tuple[str, str]) -> lis
         (2, ("replicate", "shard"), False),
         (4, ("shard", "replicate"), False),
         (1, ("shard", "replicate"), False),  # both span machines
+        (2, ("fsdp", "dp"), True),
+        (2, ("dp_shard", "dp_replicate"), True),
+        (2, ("dp", "fsdp"), False),
+        (2, ("shard", "tp"), False),
     ],
 )
 def test_gathers_across_machines_are_warned_of(pool: Any, per_machine: int, names: Any, warns: bool) -> None:
     for texts in pool(4).run(machine_warnings, per_machine, names):
         assert len(texts) == warns
         for text in texts:
-            assert text.startswith("HpfuncWarning: hpfunc.make_mesh: the 'shard' axis spans machines")
-            assert "make 'shard' the last axis" in text
+            assert text.startswith(f"HpfuncWarning: hpfunc.make_mesh: the {names[0]!r} axis spans machines")
+            assert f"make {names[0]!r} the last axis" in text
 
 
 def kept(rank: int) -> bool:

@@ -1,0 +1,26 @@
+"""What `torch.compile` must leave alone.
+
+# Note [Compiled callers]
+A graph cannot hold what hpfunc does on the host: it waits for collectives, counts uses, and hands gradients over.
+Traced nevertheless, ranks come to different places and wait for each other. So a compiled function that calls one of
+hpfunc's is cut there: the call, and all that it calls, runs uncompiled, up to a function that is compiled itself (the
+block inside of a unit). ``torch.compiler.disable`` does just that, but takes seconds to import, also where nothing is
+compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_REASON = "hpfunc communicates there; compile the function of a unit: hpfunc.unit(torch.compile(block_fn))"
+
+
+def leave_alone(fn: Callable[..., Any]) -> None:
+    """Lets `fn` run uncompiled wherever it is called."""
+    named: Any = fn  # the tracer looks at the attributes, a running frame at its code
+    named._torchdynamo_disable, named._torchdynamo_disable_msg = True, _REASON
+    eval_frame.set_code_exec_strategy(named.__code__, _SKIP)
