@@ -359,7 +359,19 @@ class Differentiation(Protocol):
         ...
 
 
-class Backend(Processes, Memory, Communication, Differentiation, Protocol):
+class Randomness(Protocol):
+    """The framework's global random generators."""
+
+    def random_states(self, device: str) -> list[bytes]:
+        """Returns their states: of the host's, of the device's; none where the framework's cannot be read."""
+        ...
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        """Sets the one at a place of those."""
+        ...
+
+
+class Backend(Processes, Memory, Communication, Differentiation, Randomness, Protocol):
     """A framework."""
 
     name: str

@@ -61,3 +61,9 @@ class MindSporeDifferentiation:
             kept.append(keep(i, leaves[i]))
             leaves[i] = None
         return optree.tree_unflatten(treedef, kept)
+
+    def random_states(self, device: str) -> list[bytes]:
+        return []  # its own; numpy's, which its initializers draw from, is not of the framework
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        raise AssertionError("there are no states of MindSpore")

@@ -7,7 +7,6 @@ machines that test this project; what those can check of it is that it launches 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import math
 import os
 import time
@@ -25,6 +24,7 @@ from torch.profiler import record_function
 from .._errors import MeshError, message
 from . import _torch_autograd as autograd
 from . import _torch_collectives as collectives
+from . import _torch_digest as digests
 from . import _torch_init as init
 from ._base import Collective, Counters, Poll, Purpose, World
 
@@ -280,8 +280,7 @@ class TorchBackend:
         return tensor.contiguous()
 
     def digest(self, tensor: torch.Tensor) -> int:
-        elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        return int.from_bytes(hashlib.blake2b(elements.tobytes(), digest_size=7).digest(), "big")
+        return digests.digest(tensor)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():
@@ -398,6 +397,12 @@ class TorchBackend:
 
     def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], init.Keep]) -> Any:
         return init.deferred(init_fn, prepare)
+
+    def random_states(self, device: str) -> list[bytes]:
+        return init.random_states(device)
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        init.set_random_state(device, place, state)
 
 
 def _store() -> dist.Store:

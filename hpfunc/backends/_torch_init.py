@@ -48,6 +48,23 @@ def abstract() -> Iterator[Callable[[Any], Any]]:
         ) from error
 
 
+def random_states(device: str) -> list[bytes]:
+    """Returns the states of the global generators: of the CPU, and of another device."""
+    states = [torch.get_rng_state()]
+    if device != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return [_bytes(state) for state in states]
+
+
+def set_random_state(device: str, place: int, state: bytes) -> None:
+    """Sets one of those."""
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if place == 0:
+        torch.set_rng_state(tensor)
+    else:
+        torch.get_device_module(device).set_rng_state(tensor, device)
+
+
 # Note [Random numbers of init]
 # While `init_fn` is recorded no numbers are drawn for its tensors, so a state that it reads or restores (`fork_rng`)
 # then is not the one that it means. Instead each recorded draw takes one number, so that a state stands for a place in
