@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .._differentiation import current_run
 from .._errors import LeafError, UsageError, message
+from .._run import current_session
 from ._choose import Choice
 
 Tensor = Any
@@ -46,6 +48,13 @@ class Skeleton(Protocol):
         """
         ...
 
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters for which gradients are recorded.
+
+        `leaves` are the tensors that `value_and_grad` differentiates; None: whatever wants a gradient may get one.
+        """
+        ...
+
     def lost(self, call: Any, entry: str, before: Mapping[str, Tensor], after: dict[str, Tensor]) -> list[str]:
         """Returns the paths of buffers that a call changed."""
         ...
@@ -76,7 +85,8 @@ class ModuleFunction:
             kwargs: go to the module.
 
         Raises:
-            UsageError: the call changes a buffer, or the module writes into a parameter.
+            UsageError: the call changes a buffer, the module writes into a parameter, or a step on several ranks of data
+                would differentiate plain parameters, each rank by itself.
             LeafError: the parameters are not those of the module.
 
         Communication: that of its units.
@@ -113,6 +123,7 @@ class ModuleFunction:
         self, params: Any, buffers: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         _check_paths("params", params, self._skeleton.params)
+        _refuse_lone_training(self._skeleton, params)
         call = self._skeleton.call(params, self._modes)
         return call, *self._skeleton.run(call, buffers, self._entry, args, kwargs)
 
@@ -145,6 +156,22 @@ class ModuleFunction:
 
     def __repr__(self) -> str:
         return f"{type(self._skeleton.module).__name__}.{self._entry}: {self._skeleton.choice}"
+
+
+def _refuse_lone_training(skeleton: Skeleton, params: Mapping[str, Any]) -> None:
+    run = current_run.get()
+    session = current_session() if run is None else run.session
+    if session is None or session.mesh.axis_size(session.mesh.data_axes) == 1:
+        return
+    if alone := skeleton.trained(params, None if run is None else run.tape.leaves):
+        rule = (
+            "plain parameters are differentiated in a step on several ranks: each rank would train a model of its own"
+        )
+        hint = (
+            "params = hpfunc.shard(params, mesh, hpfunc.P('shard')) before the step; "
+            "a module that does not train is called without gradients (torch.no_grad())"
+        )
+        raise UsageError(message(_NAME, rule, alone, mesh=session.mesh, hint=hint))
 
 
 def _check_paths(name: str, tree: Any, wanted: Any) -> None:

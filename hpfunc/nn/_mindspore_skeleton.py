@@ -192,6 +192,11 @@ class Skeleton:
         self._looked.add((call.modes, entry))
         return outputs, after
 
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters that `value_and_grad` differentiates."""
+        known = {id(x) for x in leaves or ()}
+        return [path for path, x in params.items() if id(x) in known]
+
     def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
         """Returns the paths of buffers that a call changed. See Note [Writes on MindSpore]."""
         return sorted(path for path, x in after.items() if not np.array_equal(x.asnumpy(), before[path].asnumpy()))

@@ -134,6 +134,15 @@ class Skeleton:
         call.changed |= _written(after, call.placed)
         return outputs, {path: x.detach() for path, x in after.items()}
 
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters for which gradients are recorded."""
+        if not torch.is_grad_enabled():
+            return []
+        known = None if leaves is None else {id(x) for x in leaves}
+        plain = [(path, x) for path, x in params.items() if not is_sharded(x)]
+        # What value_and_grad does not know of, and nothing has computed, is a constant to it.
+        return [path for path, x in plain if x.requires_grad and (known is None or not x.is_leaf or id(x) in known)]
+
     def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
         """Returns the paths of buffers that a call changed. See Note [Buffers that change unseen]."""
         key = call.modes, entry

@@ -88,6 +88,12 @@ def a_call_that_loses_statistics(rank: int) -> Any:
     return calling(Convolutional(), x=torch.arange(216.0).reshape(2, 3, 6, 6))
 
 
+def plain_parameters_that_train(rank: int) -> Any:
+    apply, params = hp.from_module(nn.Linear(6, 6))
+    step = hp.sharded(lambda params: hp.value_and_grad(lambda p: apply(p, X).sum())(params), mesh())
+    return lambda: step(params), params
+
+
 # --- which units ------------------------------------------------------------------------------------------------------
 def units_that_overlap(rank: int) -> Any:
     return lambda: hp.from_module(stack(), ["blocks.*"]), None

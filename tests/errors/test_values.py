@@ -179,6 +179,15 @@ def one_rank_differs_in_broadcast_from(rank: int) -> Any:
     return lambda: hp.shard(ops.ones(4), mesh(), hp.P("shard"), broadcast_from=rank), None
 
 
+def ranks_give_different_values(rank: int) -> Any:
+    kept = {"w": ops.arange(6.0) + float(rank), "b": ops.ones(2), "same": ops.zeros(3) + float(rank)}
+    return lambda: hp.shard(kept, mesh(), hp.P("shard")), kept
+
+
+def ranks_make_different_values(rank: int) -> Any:
+    return lambda: hp.init(lambda: {"w": ops.zeros(4) + float(rank), "b": ops.ones(2)}, mesh(), hp.P("shard")), None
+
+
 def one_rank_unshards_something_else(rank: int) -> Any:
     kept = params()
     layer = kept["layers"][0]
