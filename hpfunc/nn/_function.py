@@ -85,8 +85,8 @@ class ModuleFunction:
             kwargs: go to the module.
 
         Raises:
-            UsageError: the call changes a buffer, the module writes into a parameter, or a step on several ranks of data
-                would differentiate plain parameters, each rank by itself.
+            UsageError: the call changes a buffer, the module writes into a parameter, or a step on several ranks would
+                differentiate plain parameters, each rank by itself.
             LeafError: the parameters are not those of the module.
 
         Communication: that of its units.

@@ -90,7 +90,7 @@ def a_call_that_loses_statistics(rank: int) -> Any:
 
 def plain_parameters_that_train(rank: int) -> Any:
     apply, params = hp.from_module(nn.Linear(6, 6))
-    step = hp.sharded(lambda params: hp.value_and_grad(lambda p: apply(p, X).sum())(params), mesh())
+    step = hp.sharded(hp.value_and_grad(lambda p: apply(p, X).sum()), mesh())
     return lambda: step(params), params
 
 

@@ -91,7 +91,7 @@ def evaluated(rank: int) -> Any:
     with hp.use_mesh(mesh):
         found = [apply(params, x)]
     with torch.no_grad():
-        step = hp.sharded(lambda params, x: apply(params, x), mesh)
+        step = hp.sharded(apply, mesh)
         found += [step(params, x), step(params, x)]
     return all(torch.equal(y, want) for y in found)
 
@@ -111,7 +111,7 @@ def distilled(rank: int, frozen: bool) -> Any:
     def loss(params: Any, x: Any) -> Any:
         return (apply(params, x) - teach(known, x) - 1).square().mean()
 
-    step = hp.sharded(lambda params, x: hp.value_and_grad(loss)(params, x), mesh)
+    step = hp.sharded(hp.value_and_grad(loss), mesh)
     return [hp.unshard(step(params, batch(rank))[1]) for _ in range(3)]
 
 
