@@ -12,6 +12,7 @@ from ._agree import agreeing, control
 from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._comm import comm
 from ._errors import AgreementError, LeafError, PeerError, SpecError, message
+from ._frozen import marks_of
 from ._mesh import Mesh, PartitionSpec, did_you_mean
 from ._numerics import dtype_name
 from ._random import numbers_of_one_process
@@ -70,14 +71,14 @@ def _spec_fault(spec: Any, shape: tuple[int, ...], mesh: Mesh, allow_unreduced: 
     return None, None
 
 
-def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
-    """Returns this rank's part of a whole tensor, in memory of its own."""
+def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, trains: bool | None = None) -> ShardedArray:
+    """Returns this rank's part of a whole tensor, in memory of its own. `trains`: see `marks_of`."""
     backend = backends.get(mesh.framework)
     layout = layout_of(tuple(tensor.shape), spec, mesh)
     part = backend.detach(tensor)[layout.local_slices(mesh.coordinate)]
     local = backend.empty(tuple(part.shape), backend.dtype_name(tensor), mesh.device)
     backend.copy(local, part)
-    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh)
+    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh, trains=trains)
 
 
 def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
@@ -119,7 +120,8 @@ def shard(
             different values are an array that never was one. Under torch.func nothing is compared.
 
     Returns:
-        The tree with a `ShardedArray` for each tensor; its memory is its own, on the mesh's device.
+        The tree with a `ShardedArray` for each tensor; its memory is its own, on the mesh's device. That of a module's
+        parameter without gradient is frozen (see `freeze`).
 
     Raises:
         SpecError: a spec does not fit.
@@ -138,9 +140,11 @@ def shard(
     specs_of: list[PartitionSpec | None] = []
     digests: list[int] = []
     leaves, treedef = flatten(tree, is_sharded)
+    marks: list[bool | None] = []
     options = f"broadcast_from={broadcast_from}, check_replicas={check_replicas}"
-    with agreeing(mesh, name, lambda: f"{_spec_facts(tree, specs_of)}\n{options}"):
+    with agreeing(mesh, name, lambda: f"{_spec_facts(tree, specs_of, marks)}\n{options}"):
         check_tensors(name, "tree", tree, mesh)
+        marks += marks_of(name, leaves)
         specs_of += leaf_specs(name, tree, "tree", specs, mesh)
         if broadcast_from is not None and broadcast_from not in mesh.ranks:
             raise SpecError(message(name, f"broadcast_from={broadcast_from} is no rank of the mesh", mesh=mesh))
@@ -152,8 +156,8 @@ def shard(
     elif check_replicas:
         hint = "make them alike (the same seed on all ranks: torch.manual_seed(0)), or give broadcast_from=0"
         compare_values(name, "ranks give different values for one array", tree, digests, mesh, hint)
-    arrays = [cut(leaf, spec or PartitionSpec(), mesh) for leaf, spec in zip(leaves, specs_of, strict=True)]
-    return unflatten(treedef, arrays)
+    rows = zip(leaves, specs_of, marks, strict=True)
+    return unflatten(treedef, [cut(leaf, spec or PartitionSpec(), mesh, trains) for leaf, spec, trains in rows])
 
 
 def digest_of(mesh: Mesh, tensor: Tensor) -> int:
@@ -204,8 +208,9 @@ def facts(tree: Any, wanted: Sequence[str]) -> str:
     )
 
 
-def _spec_facts(tree: Any, specs: Sequence[PartitionSpec | None]) -> str:
-    return facts(tree, [f"spec {spec}" for spec in specs])
+def _spec_facts(tree: Any, specs: Sequence[PartitionSpec | None], marks: Sequence[bool | None]) -> str:
+    pairs = zip(specs, marks, strict=True)
+    return facts(tree, [f"spec {spec}{', frozen' if trains is False else ''}" for spec, trains in pairs])
 
 
 def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
@@ -245,14 +250,16 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
         nonlocal compares
         compares = True
         specs_of: list[PartitionSpec | None] = []
-        with agreeing(mesh, name, lambda: _spec_facts(tree, specs_of)):
+        marks: list[bool | None] = []
+        with agreeing(mesh, name, lambda: _spec_facts(tree, specs_of, marks)):
             check_tensors(name, "tree", tree, mesh)
+            marks += marks_of(name, flatten(tree, is_sharded)[0])
             specs_of += leaf_specs(name, tree, "tree", specs, mesh)
         compares = False
 
         def keep(index: int, leaf: Tensor) -> ShardedArray:
             digests[index] = digest_of(mesh, leaf)
-            return cut(leaf, specs_of[index] or PartitionSpec(), mesh)
+            return cut(leaf, specs_of[index] or PartitionSpec(), mesh, marks[index])
 
         return keep
 

@@ -206,7 +206,7 @@ def _finish(array: ShardedArray) -> ShardedArray:
         return array
     backend, channel = backends.get(array.mesh.framework), comm(array.mesh, axes, "user")
     local = backend.linear(channel.all_reduce, lambda x: x, array.local)
-    return ShardedArray(local, array.shape, PartitionSpec(*array.spec.entries), array.mesh)
+    return ShardedArray(local, array.shape, PartitionSpec(*array.spec.entries), array.mesh, trains=array._trains)
 
 
 def reshard(tree: Any, specs: Any) -> Any:
@@ -245,4 +245,4 @@ def _reshard(array: ShardedArray, spec: PartitionSpec) -> ShardedArray:
     array = _finish(array)
     if array.spec == spec:
         return array
-    return cut(unshard_array("hpfunc.reshard", array, array.mesh.axis_names), spec, array.mesh)
+    return cut(unshard_array("hpfunc.reshard", array, array.mesh.axis_names), spec, array.mesh, array._trains)

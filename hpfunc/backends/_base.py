@@ -220,6 +220,13 @@ class Memory(Protocol):
         """Returns whether a tensor has a shape only (see `abstract`)."""
         ...
 
+    def trains(self, tensor: Tensor) -> bool | None:
+        """Returns whether the caller wants a tensor to be trained, None if it does not say.
+
+        False is a parameter without gradient, True whatever wants a gradient. Any other tensor says nothing.
+        """
+        ...
+
     def device_of(self, tensor: Tensor) -> str:
         """Returns the device name of a tensor."""
         ...

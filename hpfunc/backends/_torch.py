@@ -252,6 +252,9 @@ class TorchBackend:
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
 
+    def trains(self, tensor: torch.Tensor) -> bool | None:
+        return True if tensor.requires_grad else False if isinstance(tensor, torch.nn.Parameter) else None
+
     def device_of(self, tensor: torch.Tensor) -> str:
         return str(tensor.device)
 

@@ -146,6 +146,7 @@ class Skeleton:
             _refuse_dropout(cell)
         self.module = _copy(cell, params, buffers)
         self.choice, self.params, self._remat = choice, tuple(params), remat
+        self.frozen = frozenset(path for path, x in params.items() if not x.requires_grad)
         named = PARTS.named(self.module)
         self._cells = tuple(named.values())
         self._held = {id(part): _made_ready(part) for part in self._cells}

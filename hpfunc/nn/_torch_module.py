@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ._torch_parts import PARTS
 from ._torch_skeleton import Skeleton, named_tensors
 
 Tensor = torch.Tensor
-_INIT, _TO = "hpfunc.init_module", "hpfunc.to_module"
+_FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
 
 
 def _check_module(function: str, module: Any) -> None:
@@ -31,10 +32,27 @@ def _check_module(function: str, module: Any) -> None:
 
 def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunction, dict[str, Tensor]]:
     """See `hpfunc.from_module`."""
-    _check_module("hpfunc.from_module", module)
+    _check_module(_FROM, module)
     params, buffers = named_tensors(module)
-    given = {path: x.detach().requires_grad_(x.requires_grad) for path, x in params.items()}
+    _refuse_shared_memory(params)
+    # Parameters, because a tensor that wants no gradient is a frozen one only if it is a parameter: see `_frozen`.
+    given: dict[str, Tensor] = {path: nn.Parameter(x.detach(), x.requires_grad) for path, x in params.items()}
     return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
+
+
+def _refuse_shared_memory(params: Mapping[str, Tensor]) -> None:
+    """Refuses parameters that are different objects in the same memory: torch's optimizers change both at once."""
+    spans: list[tuple[int, int, str]] = []
+    for path, x in params.items():
+        if type(x.data) is Tensor and x.layout == torch.strided and x.numel() and not x.is_meta:
+            start = x.data_ptr()
+            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            spans.append((start, start + (last + 1) * x.element_size(), path))
+    spans.sort()
+    bad = [f"{one} and {other}" for (_, end, one), (start, _, other) in pairwise(spans) if start < end]
+    if bad:
+        hint = "tie them as one parameter: head.weight = embed.weight; or give each memory of its own (clone)"
+        raise UsageError(message(_FROM, "parameters share memory, and are not one parameter", bad, hint=hint))
 
 
 def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:

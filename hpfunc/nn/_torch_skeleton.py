@@ -75,7 +75,7 @@ class Skeleton:
     Attributes:
         module: the copy.
         choice: its units.
-        params: the paths of its parameters.
+        params: the paths of its parameters, and `frozen` of those without gradient.
         modes: of each module, whether it trains.
     """
 
@@ -83,6 +83,7 @@ class Skeleton:
         params, buffers = named_tensors(module)
         self.module = _copied(module, params, buffers, initial)
         self.choice, self.params, self._remat = choice, tuple(params), remat
+        self.frozen = frozenset(path for path, x in params.items() if not x.requires_grad)
         self._modules = tuple(self.module.modules())
         self._names = {id(x): path for path, x in initial.items()}
         self._buffers = self._slots(self._modules, "_buffers")

@@ -227,6 +227,15 @@ def a_partition_by_a_number(rank: int) -> Any:
     return lambda: hp.partition(tree(), 3), None
 
 
+def freezing_plain_tensors(rank: int) -> Any:
+    return lambda: hp.freeze({"w": ops.ones(4)}), None
+
+
+def freezing_what_is_not_there(rank: int) -> Any:
+    kept = params()
+    return lambda: hp.unfreeze(kept, "layer.*"), kept
+
+
 def a_leaf_in_two_parts(rank: int) -> Any:
     kept = params()
     return lambda: hp.combine(kept, hp.partition(kept, "*.b")[0]), kept
