@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._array import is_sharded
 from .._arrays import init
@@ -34,25 +35,26 @@ def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunct
     """See `hpfunc.from_module`."""
     _check_module(_FROM, module)
     params, buffers = named_tensors(module)
-    _refuse_shared_memory(params)
+    _refuse_shared_memory(_FROM, params)
     # Parameters, because a tensor that wants no gradient is a frozen one only if it is a parameter: see `_frozen`.
     given: dict[str, Tensor] = {path: nn.Parameter(x.detach(), x.requires_grad) for path, x in params.items()}
     return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
 
 
-def _refuse_shared_memory(params: Mapping[str, Tensor]) -> None:
+def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
     """Refuses parameters that are different objects in the same memory: torch's optimizers change both at once."""
-    spans: list[tuple[int, int, str]] = []
+    spans: list[tuple[int, int, int, str]] = []
     for path, x in params.items():
-        if type(x.data) is Tensor and x.layout == torch.strided and x.numel() and not x.is_meta:
-            start = x.data_ptr()
+        if x.layout == torch.strided and x.numel() and not is_traceable_wrapper_subclass(x):
             last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            spans.append((start, start + (last + 1) * x.element_size(), path))
+            start, size = x.storage_offset(), x.element_size()
+            spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, path))
     spans.sort()
-    bad = [f"{one} and {other}" for (_, end, one), (start, _, other) in pairwise(spans) if start < end]
+    pairs = pairwise(spans)
+    bad = [f"{one} and {two}" for (a, _, end, one), (b, start, _, two) in pairs if a == b and start < end]
     if bad:
         hint = "tie them as one parameter: head.weight = embed.weight; or give each memory of its own (clone)"
-        raise UsageError(message(_FROM, "parameters share memory, and are not one parameter", bad, hint=hint))
+        raise UsageError(message(function, "parameters share memory, and are not one parameter", bad, hint=hint))
 
 
 def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
@@ -75,6 +77,7 @@ def init_module(
         return {"params": params, "buffers": buffers}
 
     made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
+    _refuse_shared_memory(_INIT, named_tensors(built[0])[0])
     buffers = {path: array.local for path, array in made["buffers"].items()}
     return _function(built[0], units, buffers, remat), made["params"]
 

@@ -64,6 +64,11 @@ class Leaves:
         pairs = zip(leaves, marks_of(function, leaves), strict=True)
         return unflatten(treedef, [leaf if trains is False else next(new) for leaf, trains in pairs])
 
+    def frozen_paths(self) -> list[str]:
+        """Returns the paths of the leaves that are left out, without the name of the tree."""
+        here = set(self.paths())
+        return [path.removeprefix(self.name) for path in paths(self.whole, self.name, is_sharded) if path not in here]
+
     def paths(self) -> list[str]:
         """Returns the path of each leaf."""
         return paths(self.tree, self.name, is_sharded)
@@ -98,6 +103,8 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
     hint = f"{name} and {other.name} come from the same weights; call init again after these have changed"
     if leaves.treedef != other.treedef:
         mine, theirs = leaves.paths(), other.paths()
+        _refuse_frozen(function, leaves, other)
+        _refuse_frozen(function, other, leaves)
         bad = [f"only in {name}: {path.removeprefix(name)}" for path in _missing(mine, theirs, name, other.name)]
         bad += [
             f"only in {other.name}: {path.removeprefix(other.name)}"
@@ -113,6 +120,15 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
         if _kind(a) != _kind(b)
     ]
     raise SpecError(message(function, f"{name} and {other.name} lie differently", bad, hint=hint))
+
+
+def _refuse_frozen(function: str, leaves: Leaves, other: Leaves) -> None:
+    """Raises SpecError naming every leaf that is frozen in the other tree."""
+    frozen = other.frozen_paths()
+    if bad := [path for path in leaves.paths() if path.removeprefix(leaves.name) in frozen]:
+        rule = f"{leaves.name} has leaves that are frozen in {other.name}"
+        hint = f"None stands in the place of a frozen leaf; hpfunc.unfreeze({other.name}, where) lets it train"
+        raise SpecError(message(function, rule, bad, hint=hint))
 
 
 def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:

@@ -108,6 +108,13 @@ def a_gradient_of_frozen_arrays(rank: int) -> Any:
     return lambda: hp.value_and_grad(lambda p: apply(p, X).sum())(kept), kept
 
 
+def a_gradient_for_a_frozen_array(rank: int) -> Any:
+    torch.manual_seed(0)
+    kept = hp.shard(dict(nn.Linear(6, 6).named_parameters()), mesh(), hp.P("shard"))
+    optimizer, frozen = hp.optim.sgd(0.1, weight_decay=0.1), hp.freeze(kept, "bias")
+    return lambda: optimizer.update(kept, optimizer.init(frozen), frozen), kept
+
+
 # --- which units ------------------------------------------------------------------------------------------------------
 def units_that_overlap(rank: int) -> Any:
     return lambda: hp.from_module(stack(), ["blocks.*"]), None
