@@ -47,7 +47,7 @@ def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
     for path, x in params.items():
         if x.layout == torch.strided and x.numel() and not is_traceable_wrapper_subclass(x):
             last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            start, size = x.storage_offset(), x.element_size()
+            start, size = int(x.storage_offset()), x.element_size()
             spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, path))
     spans.sort()
     pairs = pairwise(spans)
