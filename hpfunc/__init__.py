@@ -25,6 +25,9 @@ from ._errors import PolicyError as PolicyError
 from ._errors import ScheduleError as ScheduleError
 from ._errors import SpecError as SpecError
 from ._errors import UsageError as UsageError
+from ._frozen import freeze as freeze
+from ._frozen import is_trainable as is_trainable
+from ._frozen import unfreeze as unfreeze
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._mesh import Mesh as Mesh

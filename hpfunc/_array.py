@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
@@ -49,16 +50,19 @@ class ShardedArray:
         layout: how it is cut.
     """
 
-    __slots__ = ("_donated", "_origin", "_owner", "_row", "_tracker", "layout")
+    __slots__ = ("_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
     layout: Layout
     _owner: _Owner
     _tracker: Tracker | None
     _origin: int | None
     _donated: bool
     _row: tuple[ShardedArray, int] | None
+    _trains: bool | None
 
-    def __init__(self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh) -> None:
-        self._set(_Owner(local), layout_of(tuple(shape), spec, mesh))
+    def __init__(
+        self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh, *, trains: bool | None = None
+    ) -> None:
+        self._set(_Owner(local), layout_of(tuple(shape), spec, mesh), trains=trains)
 
     def _set(
         self,
@@ -69,6 +73,7 @@ class ShardedArray:
         origin: int | None = None,
         donated: bool = False,
         row: tuple[ShardedArray, int] | None = None,
+        trains: bool | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "_owner", owner)
@@ -77,6 +82,7 @@ class ShardedArray:
         put(self, "_origin", origin)
         put(self, "_donated", donated)
         put(self, "_row", row)
+        put(self, "_trains", trains)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ShardedArray is immutable; cannot set {name!r}")
@@ -134,10 +140,29 @@ class ShardedArray:
         """Whether the memory may be updated in place (see `sharded`)."""
         return self._donated
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether `value_and_grad` and optimizers leave the array as it is. See `freeze`."""
+        return self._trains is False
+
+    def _marked(self, trains: bool | None) -> ShardedArray:
+        """Returns another handle to the same memory, which says whether it trains (None: it does, unless told)."""
+        handle = object.__new__(ShardedArray)
+        handle._set(
+            self._owner,
+            self.layout,
+            tracker=self._tracker,
+            origin=self._origin,
+            donated=self._donated,
+            row=self._row,
+            trains=trains,
+        )
+        return handle
+
     def with_local(self, local: Any) -> ShardedArray:
-        """Returns an array with the same shape, spec and mesh, and other values."""
+        """Returns an array with the same shape, spec and mesh, and other values; frozen if this one is."""
         array = object.__new__(ShardedArray)
-        array._set(_Owner(local), self.layout)
+        array._set(_Owner(local), self.layout, trains=self._trains)
         return array
 
     def __getitem__(self, index: int) -> ShardedArray:
@@ -165,7 +190,9 @@ class ShardedArray:
         spec = PartitionSpec(*self.spec.entries[1:], unreduced=self.spec.unreduced)
         row, index = object.__new__(ShardedArray), index % self.shape[0]
         layout = layout_of(self.shape[1:], spec, self.mesh)
-        row._set(_Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index))
+        row._set(
+            _Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index), trains=self._trains
+        )
         return row
 
     def _root(self) -> tuple[ShardedArray, tuple[int, ...]]:
@@ -182,7 +209,7 @@ class ShardedArray:
         if self._row is not None:
             return self.with_local(self._value)._handle(tracker=tracker, origin=origin)
         handle = object.__new__(ShardedArray)
-        handle._set(self._owner, self.layout, tracker=tracker, origin=origin, donated=donated)
+        handle._set(self._owner, self.layout, tracker=tracker, origin=origin, donated=donated, trains=self._trains)
         return handle
 
     def _consume(self, by: str) -> Any:
@@ -194,7 +221,8 @@ class ShardedArray:
     def __repr__(self) -> str:
         if self._owner.consumed_by is not None:
             return f"ShardedArray(shape={self.shape}, spec={self.spec}, donated to {self._owner.consumed_by})"
-        return f"ShardedArray(shape={self.shape}, dtype={getattr(self._value, 'dtype', '?')}, spec={self.spec})"
+        frozen = ", frozen" if self.is_frozen else ""
+        return f"ShardedArray(shape={self.shape}, dtype={getattr(self._value, 'dtype', '?')}, spec={self.spec}{frozen})"
 
 
 def is_sharded(value: Any) -> bool:
@@ -202,15 +230,25 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, ShardedArray)
 
 
-def flatten_array(array: ShardedArray) -> tuple[tuple[Any], tuple[Shape, PartitionSpec, Mesh]]:
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a pytree keeps of an array beside its child. Trees of arrays that train and of frozen ones are alike."""
+
+    shape: Shape
+    spec: PartitionSpec
+    mesh: Mesh
+    trains: bool | None = field(default=None, compare=False)
+
+
+def flatten_array(array: ShardedArray) -> tuple[tuple[Any], Metadata]:
     """Returns the child and the metadata of an array, as pytree registries want them."""
-    return (array.local,), (array.shape, array.spec, array.mesh)
+    return (array.local,), Metadata(array.shape, array.spec, array.mesh, array._trains)
 
 
-def unflatten_array(metadata: tuple[Shape, PartitionSpec, Mesh], children: Any) -> ShardedArray:
+def unflatten_array(metadata: Metadata, children: Any) -> ShardedArray:
     """Returns the array that `flatten_array` took apart."""
     (local,) = children
-    return ShardedArray(local, *metadata)
+    return ShardedArray(local, metadata.shape, metadata.spec, metadata.mesh, trains=metadata.trains)
 
 
 cast(Any, optree.register_pytree_node)(  # its types ask for a Collection
@@ -225,7 +263,7 @@ cast(Any, optree.register_pytree_node)(  # its types ask for a Collection
 def describe(array: Any) -> str:
     """Returns a leaf for an error text: its shape and spec, or its type."""
     if isinstance(array, ShardedArray):
-        return f"shape {array.shape}, spec {array.spec}"
+        return f"shape {array.shape}, spec {array.spec}{', frozen' if array.is_frozen else ''}"
     shape = getattr(array, "shape", None)
     return f"shape {tuple(shape)}" if shape is not None else f"{type(array).__name__} {array!r}"
 

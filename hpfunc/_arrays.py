@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from . import backends
 from ._agree import agreeing, control
 from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._comm import comm
-from ._errors import LeafError, SpecError, message
+from ._errors import AgreementError, LeafError, PeerError, SpecError, message
+from ._frozen import marks_of
 from ._mesh import Mesh, PartitionSpec, did_you_mean
 from ._numerics import dtype_name
+from ._random import numbers_of_one_process
 from ._tree import broadcast_prefix, flatten, paths, unflatten
 from .backends import uncompiled
 
@@ -68,14 +72,14 @@ def _spec_fault(spec: Any, shape: tuple[int, ...], mesh: Mesh, allow_unreduced: 
     return None, None
 
 
-def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
-    """Returns this rank's part of a whole tensor, in memory of its own."""
+def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, trains: bool | None = None) -> ShardedArray:
+    """Returns this rank's part of a whole tensor, in memory of its own. `trains`: see `marks_of`."""
     backend = backends.get(mesh.framework)
     layout = layout_of(tuple(tensor.shape), spec, mesh)
     part = backend.detach(tensor)[layout.local_slices(mesh.coordinate)]
     local = backend.empty(tuple(part.shape), backend.dtype_name(tensor), mesh.device)
     backend.copy(local, part)
-    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh)
+    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh, trains=trains)
 
 
 def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
@@ -92,6 +96,10 @@ def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
         raise LeafError(message(function, f"a leaf is no {mesh.framework} tensor", bad, hint=hint))
     if backend.name != mesh.framework:
         raise LeafError(message(function, f"{backend.name} tensors on a mesh of {mesh.framework}", mesh=mesh))
+    pairs = zip(paths(tree, name, is_sharded), leaves, strict=True)
+    if empty := [f"{path}: {describe(leaf)}" for path, leaf in pairs if backend.device_of(leaf) == "meta"]:
+        hint = "hpfunc.init and hpfunc.init_module make values part by part"
+        raise LeafError(message(function, "a leaf is on the meta device, where it has no values", empty, hint=hint))
 
 
 @uncompiled
@@ -101,50 +109,96 @@ def shard(
     specs: Any,
     *,
     broadcast_from: int | None = None,
-    check_replicas: bool = False,
+    check_replicas: bool = True,
 ) -> Any:
     """Cuts a tree of whole tensors: every rank keeps its own part.
 
     Args:
-        tree: pytree of tensors, of the same shapes on all ranks.
+        tree: pytree of tensors, of the same shapes and values on all ranks.
         mesh: where the arrays lie.
         specs: one `P`, or a tree of them that is a prefix of `tree`.
         broadcast_from: take the values of this rank; the other ranks' tensors only give shapes.
-        check_replicas: compare the parts that several ranks hold alike.
+        check_replicas: compare the values that the ranks give, bit by bit. Without it you vouch for them: parts of
+            different values are an array that never was one. Under torch.func nothing is compared.
 
     Returns:
-        The tree with a `ShardedArray` for each tensor; its memory is its own, on the mesh's device.
+        The tree with a `ShardedArray` for each tensor; its memory is its own, on the mesh's device. That of a module's
+        parameter without gradient is frozen (see `freeze`).
 
     Raises:
         SpecError: a spec does not fit.
-        LeafError: a leaf is no tensor of the mesh's framework, or replicas differ.
+        LeafError: a leaf is no tensor of the mesh's framework, or ranks give different values.
         AgreementError: ranks disagree on the tree, shapes, dtypes or specs.
 
-    Communication: a digest; with `broadcast_from` one broadcast of each tensor; with `check_replicas` a digest per
-        leaf.
+    Communication: a digest; with `broadcast_from` one broadcast of each tensor, else another digest, of all values.
+        Where these differ, a digest per leaf.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
     >>> hpfunc.shard({"w": torch.ones(4, 2)}, mesh, hpfunc.P("shard"))
     {'w': ShardedArray(shape=(4, 2), dtype=torch.float32, spec=P('shard'))}
     """
+    name = "hpfunc.shard"
     specs_of: list[PartitionSpec | None] = []
+    digests: list[int] = []
     leaves, treedef = flatten(tree, is_sharded)
+    marks: list[bool | None] = []
     options = f"broadcast_from={broadcast_from}, check_replicas={check_replicas}"
-    with agreeing(mesh, "hpfunc.shard", lambda: f"{_spec_facts(tree, specs_of)}\n{options}"):
-        check_tensors("hpfunc.shard", "tree", tree, mesh)
-        specs_of += leaf_specs("hpfunc.shard", tree, "tree", specs, mesh)
+    with agreeing(mesh, name, lambda: f"{_spec_facts(tree, specs_of, marks)}\n{options}"):
+        check_tensors(name, "tree", tree, mesh)
+        marks += marks_of(name, leaves)
+        specs_of += leaf_specs(name, tree, "tree", specs, mesh)
         if broadcast_from is not None and broadcast_from not in mesh.ranks:
-            raise SpecError(
-                message("hpfunc.shard", f"broadcast_from={broadcast_from} is no rank of the mesh", mesh=mesh)
-            )
+            raise SpecError(message(name, f"broadcast_from={broadcast_from} is no rank of the mesh", mesh=mesh))
+        if broadcast_from is None and check_replicas:
+            digests += [digest_of(mesh, leaf) for leaf in leaves]
     if broadcast_from is not None:
         channel = comm(mesh, mesh.axis_names, "user")
         leaves = [channel.broadcast(leaf, mesh.ranks.index(broadcast_from)) for leaf in leaves]
-    arrays = [cut(leaf, spec or PartitionSpec(), mesh) for leaf, spec in zip(leaves, specs_of, strict=True)]
-    if check_replicas:
-        _check_replicas("hpfunc.shard", arrays, paths(tree, "tree"), mesh)
-    return unflatten(treedef, arrays)
+    elif check_replicas:
+        hint = "make them alike (the same seed on all ranks: torch.manual_seed(0)), or give broadcast_from=0"
+        compare_values(name, "ranks give different values for one array", tree, digests, mesh, hint)
+    rows = zip(leaves, specs_of, marks, strict=True)
+    return unflatten(treedef, [cut(leaf, spec or PartitionSpec(), mesh, trains) for leaf, spec, trains in rows])
+
+
+def digest_of(mesh: Mesh, tensor: Tensor) -> int:
+    """Returns a digest of a whole tensor; 0 on a mesh of one rank, and of a tensor whose values nobody can see yet."""
+    backend = backends.get(mesh.framework)
+    if mesh.size == 1 or backend.is_abstract(tensor) or backend.is_transformed(()):
+        return 0
+    return backend.digest(tensor)
+
+
+def compare_values(function: str, rule: str, tree: Any, digests: Sequence[int], mesh: Mesh, hint: str) -> None:
+    """Compares the digests of the leaves of a tree between all ranks.
+
+    Raises:
+        LeafError: some differ; on all ranks, naming every leaf and the ranks.
+
+    Communication: 8 bytes from each rank; 8 more for each leaf if values differ.
+    """
+    if mesh.size == 1 or not digests:
+        return
+    label, text = f"comparison of values in {function}", repr(list(digests))
+    total = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    if len({number for (number,) in control(mesh).exchange(label, [total])}) == 1:
+        return
+    columns = zip(*control(mesh).exchange(label, digests), strict=True)
+    leaves, names = flatten(tree, is_sharded)[0], paths(tree, "tree", is_sharded)
+    bad = [
+        f"{name}: {describe(leaf)}; {_spell_groups(mesh.ranks, column)}"
+        for name, leaf, column in zip(names, leaves, columns, strict=True)
+        if len(set(column)) > 1
+    ]
+    raise LeafError(message(function, rule, bad, mesh=mesh, hint=hint))
+
+
+def _spell_groups(ranks: Sequence[int], column: Sequence[int]) -> str:
+    groups: dict[int, list[int]] = {}
+    for rank, number in zip(ranks, column, strict=True):
+        groups.setdefault(number, []).append(rank)
+    return "alike are ranks " + ", ".join(map(str, groups.values()))
 
 
 def facts(tree: Any, wanted: Sequence[str]) -> str:
@@ -156,24 +210,9 @@ def facts(tree: Any, wanted: Sequence[str]) -> str:
     )
 
 
-def _spec_facts(tree: Any, specs: Sequence[PartitionSpec | None]) -> str:
-    return facts(tree, [f"spec {spec}" for spec in specs])
-
-
-def _check_replicas(function: str, arrays: Sequence[ShardedArray], names: Sequence[str], mesh: Mesh) -> None:
-    bad = []
-    for name, array in zip(names, arrays, strict=True):
-        axes = mesh.sort(set(mesh.axis_names) - set(array.spec.axes))
-        if mesh.axis_size(axes) > 1 and 0 not in array._value.shape:
-            copies = comm(mesh, axes, "user").all_gather(array._value)
-            first = copies[0]
-            alike = [(x == first) | ((x != x) & (first != first)) for x in copies]  # noqa: PLR0124 - NaN is alike NaN
-            if not all(bool(same.all()) for same in alike):
-                bad.append(f"{name}: {describe(array)}")
-    with agreeing(mesh, function, lambda: ""):
-        if bad:
-            hint = "seed every rank alike, or give broadcast_from=0"
-            raise LeafError(message(function, "ranks hold different values of one part", bad, mesh=mesh, hint=hint))
+def _spec_facts(tree: Any, specs: Sequence[PartitionSpec | None], marks: Sequence[bool | None]) -> str:
+    pairs = zip(specs, marks, strict=True)
+    return facts(tree, [f"spec {spec}{', frozen' if trains is False else ''}" for spec, trains in pairs])
 
 
 @uncompiled
@@ -181,39 +220,64 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     """Builds a sharded tree without the whole model on any rank.
 
     `init_fn` first runs without data. What it does is then replayed operator by operator; each tensor is cut as soon as
-    it is final, so that about one of them is whole at a time. Values, and the numbers drawn from the random generator,
-    are those of ``shard(init_fn(), mesh, specs)``. MindSpore cannot replay: there the whole tree is made first.
+    it is final, so that about one of them is whole at a time. MindSpore cannot replay: there the whole tree is made
+    first.
+
+    Values are those of one process, ``shard(init_fn(), mesh, specs)`` with the random generators of the mesh's first
+    rank, however the ranks are seeded: of torch (the CPU's and the mesh's device's), `random` and numpy, the global
+    ones. A rank's generator that had the first rank's state goes on behind what was drawn; any other goes on as if
+    `init` had not been called. So ranks have the same numbers afterwards if they had them before, and only then.
 
     Args:
-        init_fn: takes nothing, returns a pytree of tensors; the same on all ranks, random seeds included.
+        init_fn: takes nothing, returns a pytree of tensors; the same on all ranks, as are seeds that it sets.
         mesh: where the arrays lie.
         specs: one `P`, or a tree of them that is a prefix of the result.
 
     Raises:
-        SpecError, LeafError, AgreementError: as `shard`.
+        SpecError, AgreementError: as `shard`.
+        LeafError: as `shard`; also if the ranks make different values all the same.
         LoweringError: `init_fn` needs the value of a tensor.
 
-    Communication: a digest.
+    Communication: digests; the states of the first rank's generators (about 10 KB each) where those of ranks differ.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
     >>> hpfunc.init(lambda: {"w": torch.zeros(4, 2)}, mesh, hpfunc.P("shard"))
     {'w': ShardedArray(shape=(4, 2), dtype=torch.float32, spec=P('shard'))}
     """
-    compared = False
+    name = "hpfunc.init"
+    digests: dict[int, int] = {}
+    compares = False  # whether a comparison with the other ranks is under way, which fails on all of them
 
     def prepare(tree: Any) -> Callable[[int, Tensor], ShardedArray]:
-        nonlocal compared
-        compared = True
+        nonlocal compares
+        compares = True
         specs_of: list[PartitionSpec | None] = []
-        with agreeing(mesh, "hpfunc.init", lambda: _spec_facts(tree, specs_of)):
-            check_tensors("hpfunc.init", "tree", tree, mesh)
-            specs_of += leaf_specs("hpfunc.init", tree, "tree", specs, mesh)
-        return lambda index, leaf: cut(leaf, specs_of[index] or PartitionSpec(), mesh)
+        marks: list[bool | None] = []
+        with agreeing(mesh, name, lambda: _spec_facts(tree, specs_of, marks)):
+            check_tensors(name, "tree", tree, mesh)
+            marks += marks_of(name, flatten(tree, is_sharded)[0])
+            specs_of += leaf_specs(name, tree, "tree", specs, mesh)
+        compares = False
 
-    try:
-        return backends.get(mesh.framework).deferred(init_fn, prepare)
-    except Exception as error:
-        if not compared:  # the others wait to compare what they have
-            control(mesh).agree("hpfunc.init", lambda: "", error)
-        raise
+        def keep(index: int, leaf: Tensor) -> ShardedArray:
+            digests[index] = digest_of(mesh, leaf)
+            return cut(leaf, specs_of[index] or PartitionSpec(), mesh, marks[index])
+
+        return keep
+
+    control(mesh).agree(name, lambda: f"values are made on {mesh}")
+    with numbers_of_one_process(mesh):
+        try:
+            made = backends.get(mesh.framework).deferred(init_fn, prepare)
+        except Exception as error:
+            if not compares:  # the others wait to compare what they have
+                with suppress(AgreementError, PeerError):
+                    control(mesh).agree(name, lambda: "", error)
+            raise
+    control(mesh).agree(name, lambda: "values are made")
+    hint = "nothing in init_fn may depend on the rank: no seed, no time; or make the values on one rank, and " + (
+        "hpfunc.shard(tree, mesh, specs, broadcast_from=0)"
+    )
+    compare_values(name, "ranks make different values", made, [digests[i] for i in sorted(digests)], mesh, hint)
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import optree
@@ -12,6 +13,7 @@ from ._array import check_gatherable, check_one_mesh, describe, is_sharded
 from ._debug import compare_gradients
 from ._differentiation import Backwards, Run, current_run
 from ._errors import LeafError, UsageError, message
+from ._frozen import marks_of
 from ._mesh import Mesh
 from ._named import mean_axes
 from ._numerics import Numerics, has_sums
@@ -45,14 +47,15 @@ def value_and_grad(
     Returns:
         ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree,
         shapes and specs of the arguments, and their dtypes or `Numerics.accum_dtype`; weights that the loss does not
-        depend on have zeros, as long as it depends on one of them.
+        depend on have zeros, as long as it depends on one of them. In the place of a frozen leaf (see `freeze`), which
+        is not differentiated, stands None.
 
     Raises:
         LeafError: a leaf is not floating, its gradient would be added up in 8 bits, or the loss is no scalar.
         SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
         MeshError: a mesh of more than one rank without data axes, which does not say that this is meant.
-        UsageError: nested calls, or a tensor of an ended call is differentiated, or there is something to
-            differentiate and the loss depends on nothing of it.
+        UsageError: nested calls, or a tensor of an ended call is differentiated, or every leaf is frozen, or there is
+            something to differentiate and the loss depends on nothing of it.
 
     Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter
         over the data axes that cut it and one all-reduce over the others.
@@ -105,8 +108,47 @@ def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
     return mesh
 
 
-def _check_leaves(function: str, picked: Any, leaves: Sequence[Any], session: Session, numerics: Numerics) -> None:
-    backend, names = session.backend, paths(picked, "args", is_sharded)
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """The differentiated arguments, taken apart.
+
+    Attributes:
+        tree: the arguments.
+        leaves: all of them, with the frozen ones, and `treedef` their structure.
+        places: where in `leaves` those stand that are not frozen.
+    """
+
+    tree: tuple[Any, ...]
+    leaves: list[Any]
+    treedef: optree.PyTreeSpec
+    places: list[int]
+
+    @classmethod
+    def of(cls, tree: tuple[Any, ...]) -> _Picked:
+        """Takes arguments apart."""
+        leaves, treedef = flatten(tree, is_sharded)
+        marks = marks_of(_NAME, leaves)
+        return cls(tree, leaves, treedef, [i for i, trains in enumerate(marks) if trains is not False])
+
+    def trained(self, items: Sequence[Any]) -> list[Any]:
+        """Returns those of the items, one for each leaf, that belong to leaves that are not frozen."""
+        return [items[place] for place in self.places]
+
+    def filled(self, trained: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the tree with other values for those; the rest is taken from `leaves`."""
+        filled = list(leaves)
+        for place, value in zip(self.places, trained, strict=True):
+            filled[place] = value
+        return unflatten(self.treedef, filled)
+
+
+def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Numerics) -> None:
+    backend, every = session.backend, paths(picked.tree, "args", is_sharded)
+    if picked.leaves and not picked.places:
+        frozen = [f"{name}: {describe(leaf)}" for name, leaf in zip(every, picked.leaves, strict=True)]
+        hint = "hpfunc.unfreeze(tree, where) makes arrays trainable; evaluate without value_and_grad"
+        raise UsageError(message(function, "all that is to be differentiated is frozen", frozen, hint=hint))
+    names, leaves = picked.trained(every), picked.trained(picked.leaves)
     bad, kinds = [], []
     for name, leaf in zip(names, leaves, strict=True):
         tensor = leaf._value if is_sharded(leaf) else leaf
@@ -181,26 +223,25 @@ class GradFunction:
             hint = "for second order differentiate `hpfunc.unshard` with torch.func; else call it before or after"
             raise UsageError(message(_NAME, rule, hint=hint))
         mesh = self.mesh_of(args)
-        picked = tuple(args[n] for n in self.argnums)
-        leaves, treedef = flatten(picked, is_sharded)
+        picked = _Picked.of(tuple(args[n] for n in self.argnums))
         owned = current_session()
         session = owned or Session(mesh)
         try:
-            _check_leaves(_NAME, picked, leaves, session, self.numerics)
+            _check_leaves(_NAME, picked, session, self.numerics)
             with session.backend.ordinary() as convert:
                 if convert is not None:
                     args, kwargs = cast(
                         Any, optree.tree_map(convert, cast(Any, (tuple(args), kwargs)), is_leaf=is_sharded)
                     )
                 run = Run(session, self.numerics, backwards)
-                return self._differentiate(run, args, kwargs, leaves, treedef)
+                return self._differentiate(run, args, kwargs, picked)
         except BaseException as error:
             if owned is None:
                 session.control.fail(error)
             raise
 
     def _differentiate(
-        self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], treedef: optree.PyTreeSpec
+        self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], picked: _Picked
     ) -> tuple[Tensor, Any, tuple[Any, ...] | None]:
         session = run.session
         tracked: list[Any] = []
@@ -208,12 +249,12 @@ class GradFunction:
 
         def forward() -> Tensor:
             nonlocal loss, aux
-            tracked.extend(run.track(leaf, place) for place, leaf in enumerate(leaves))
+            tracked.extend(run.track(leaf, place) for place, leaf in enumerate(picked.trained(picked.leaves)))
             if any(is_sharded(x) and x._origin is None for x in tracked):
-                names = paths(unflatten(treedef, leaves), "args", is_sharded)
+                names = picked.trained(paths(picked.tree, "args", is_sharded))
                 session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
             filled = list(args)
-            for n, tree in zip(self.argnums, unflatten(treedef, tracked), strict=True):
+            for n, tree in zip(self.argnums, picked.filled(tracked, picked.leaves), strict=True):
                 filled[n] = tree
             with use_mesh(session.mesh):
                 loss, aux = _split(self._fun(*filled, **kwargs), self._has_aux)
@@ -233,7 +274,7 @@ class GradFunction:
             return loss, aux, None
         gradients = [run.gradient(leaf, place) for place, leaf in enumerate(tracked)]
         compare_gradients(session, tracked, gradients)
-        return loss, aux, unflatten(treedef, gradients)
+        return loss, aux, picked.filled(gradients, [None] * len(picked.leaves))
 
 
 def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:

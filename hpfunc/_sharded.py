@@ -297,7 +297,7 @@ def _positional_names(fn: Callable[..., Any]) -> list[str]:
 
 
 def _signature(leaves: Sequence[Any], treedef: Any) -> object:
-    return treedef, tuple((x.layout, x._held_dtype) if is_sharded(x) else None for x in leaves)
+    return treedef, tuple((x.layout, x._held_dtype, x.is_frozen) if is_sharded(x) else None for x in leaves)
 
 
 def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:

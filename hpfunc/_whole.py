@@ -215,7 +215,7 @@ def _finish(array: ShardedArray) -> ShardedArray:
         return array
     backend, channel = backends.get(array.mesh.framework), comm(array.mesh, axes, "user")
     local = backend.linear(channel.all_reduce, lambda x: x, array.local)
-    return ShardedArray(local, array.shape, PartitionSpec(*array.spec.entries), array.mesh)
+    return ShardedArray(local, array.shape, PartitionSpec(*array.spec.entries), array.mesh, trains=array._trains)
 
 
 @uncompiled
@@ -255,4 +255,4 @@ def _reshard(array: ShardedArray, spec: PartitionSpec) -> ShardedArray:
     array = _finish(array)
     if array.spec == spec:
         return array
-    return cut(unshard_array("hpfunc.reshard", array, array.mesh.axis_names), spec, array.mesh)
+    return cut(unshard_array("hpfunc.reshard", array, array.mesh.axis_names), spec, array.mesh, array._trains)

@@ -223,6 +223,13 @@ class Memory(Protocol):
         """Returns whether a tensor has a shape only (see `abstract`)."""
         ...
 
+    def trains(self, tensor: Tensor) -> bool | None:
+        """Returns whether the caller wants a tensor to be trained, None if it does not say.
+
+        False is a parameter without gradient, True whatever wants a gradient. Any other tensor says nothing.
+        """
+        ...
+
     def device_of(self, tensor: Tensor) -> str:
         """Returns the device name of a tensor."""
         ...
@@ -377,7 +384,19 @@ class Differentiation(Protocol):
         ...
 
 
-class Backend(Processes, Memory, Communication, Differentiation, Protocol):
+class Randomness(Protocol):
+    """The framework's global random generators."""
+
+    def random_states(self, device: str) -> list[bytes]:
+        """Returns their states: of the host's, of the device's; none where the framework's cannot be read."""
+        ...
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        """Sets the one at a place of those."""
+        ...
+
+
+class Backend(Processes, Memory, Communication, Differentiation, Randomness, Protocol):
     """A framework."""
 
     name: str

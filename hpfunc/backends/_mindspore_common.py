@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import mindspore
 import optree
 
 from .._errors import LoweringError, message
@@ -25,6 +26,9 @@ class MindSporeDifferentiation:
 
     def is_tensor(self, value: Any) -> bool:
         return is_tensor(value)
+
+    def trains(self, tensor: Tensor) -> bool | None:
+        return bool(tensor.requires_grad) if isinstance(tensor, mindspore.Parameter) else None
 
     def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
         """MindSpore has no pytrees of its own."""
@@ -67,3 +71,9 @@ class MindSporeDifferentiation:
             kept.append(keep(i, leaves[i]))
             leaves[i] = None
         return optree.tree_unflatten(treedef, kept)
+
+    def random_states(self, device: str) -> list[bytes]:
+        return []  # its own; numpy's, which its initializers draw from, is not of the framework
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        raise AssertionError("there are no states of MindSpore")

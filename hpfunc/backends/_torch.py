@@ -7,7 +7,6 @@ machines that test this project; what those can check of it is that it launches 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import math
 import os
 import time
@@ -25,10 +24,10 @@ from torch.profiler import record_function
 from .._errors import MeshError, message
 from . import _torch_autograd as autograd
 from . import _torch_collectives as collectives
+from . import _torch_digest as digests
 from . import _torch_init as init
 from . import _torch_modes as modes
 from ._base import Collective, Counters, Poll, Purpose, World
-from ._torch_bytes import as_bytes
 from ._torch_compile import leave_alone
 
 POLL_S = 0.5
@@ -255,6 +254,9 @@ class TorchBackend:
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
 
+    def trains(self, tensor: torch.Tensor) -> bool | None:
+        return True if tensor.requires_grad else False if isinstance(tensor, torch.nn.Parameter) else None
+
     def device_of(self, tensor: torch.Tensor) -> str:
         return str(tensor.device)
 
@@ -288,8 +290,7 @@ class TorchBackend:
         return gradient.detach().reshape(-1) if whole else None  # nobody else has it: see `_torch_borrowed`
 
     def digest(self, tensor: torch.Tensor) -> int:
-        elements = as_bytes(tensor).cpu().numpy()
-        return int.from_bytes(hashlib.blake2b(elements.tobytes(), digest_size=7).digest(), "big")
+        return digests.digest(tensor)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():
@@ -413,6 +414,12 @@ class TorchBackend:
 
     def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], init.Keep]) -> Any:
         return init.deferred(init_fn, prepare)
+
+    def random_states(self, device: str) -> list[bytes]:
+        return init.random_states(device)
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        init.set_random_state(device, place, state)
 
 
 def _store() -> dist.Store:

@@ -48,6 +48,23 @@ def abstract() -> Iterator[Callable[[Any], Any]]:
         ) from error
 
 
+def random_states(device: str) -> list[bytes]:
+    """Returns the states of the global generators: of the CPU, and of another device."""
+    states = [torch.get_rng_state()]
+    if device != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return [_bytes(state) for state in states]
+
+
+def set_random_state(device: str, place: int, state: bytes) -> None:
+    """Sets one of those."""
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if place == 0:
+        torch.set_rng_state(tensor)
+    else:
+        torch.get_device_module(device).set_rng_state(tensor, device)
+
+
 # Note [Random numbers of init]
 # While `init_fn` is recorded no numbers are drawn for its tensors, so a state that it reads or restores (`fork_rng`)
 # then is not the one that it means. Instead each recorded draw takes one number, so that a state stands for a place in
@@ -58,7 +75,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, torch.dtype]] = []
         self._place: dict[torch.Generator, bytes] = {}
         self._were_set: set[bytes] = set()
         self._states: dict[bytes, torch.Tensor] = {}
@@ -68,23 +85,27 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            self.calls.append((func, args, kwargs or {}, out))
+            self._note(func, args, kwargs or {}, out)
             return out
         generator = (kwargs or {}).get("generator") or torch.default_generator
         with _disable_current_modes():
             self._look(generator)
-            self.calls.append((func, args, kwargs or {}, out))
+            self._note(func, args, kwargs or {}, out)
             torch.rand(1, generator=generator, device=generator.device)
             place = self._place[generator] = _bytes(generator.get_state())
-            self.calls.append((self._reach, (generator, place), {}, None))
+            self._note(self._reach, (generator, place), {}, None)
         return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        # An operator that is given no dtype takes the default one, which init_fn may set for a while.
+        self.calls.append((func, args, kwargs, out, torch.get_default_dtype()))
 
     def _look(self, generator: torch.Generator) -> None:
         state = generator.get_state()
         if self._place.get(generator) != _bytes(state):
             self._place[generator] = _bytes(state)
             self._were_set.add(_bytes(state))
-            self.calls.append((self._set, (generator, state), {}, None))
+            self._note(self._set, (generator, state), {}, None)
 
     def end(self) -> None:
         """Writes down what was set after the last draw."""
@@ -135,11 +156,15 @@ def deferred(init_fn: Callable[[], Any], prepare: Callable[[Any], Keep]) -> Any:
     finally:
         recorder.undo()
     leaves, treedef = optree.tree_flatten(tree)
-    return optree.tree_unflatten(treedef, _replay(recorder.calls, leaves, prepare(tree)))
+    keep, before = prepare(tree), torch.get_default_dtype()
+    try:
+        return optree.tree_unflatten(treedef, _replay(recorder.calls, leaves, keep))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _replay(calls: list[Any], leaves: list[Any], keep: Keep) -> list[Any]:
-    last = {_storage(t): i for i, (_, args, kwargs, out) in enumerate(calls) for t in _tensors((args, kwargs, out))}
+    last = {_storage(t): i for i, (_, args, kwargs, out, _) in enumerate(calls) for t in _tensors((args, kwargs, out))}
     results = list(leaves)
     due: dict[int, list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -149,7 +174,8 @@ def _replay(calls: list[Any], leaves: list[Any], keep: Keep) -> list[Any]:
             results[index] = keep(index, leaf)
     values: dict[int, torch.Tensor] = {}
     done: dict[int, list[int]] = {}
-    for i, (func, args, kwargs, out) in enumerate(calls):
+    for i, (func, args, kwargs, out, dtype) in enumerate(calls):
+        torch.set_default_dtype(dtype)
         real_args = optree.tree_map(lambda x: values.get(id(x), x), args)
         real_kwargs = optree.tree_map(lambda x: values.get(id(x), x), kwargs)
         real = func(*real_args, **real_kwargs)

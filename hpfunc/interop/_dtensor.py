@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, cast
 
+from .. import backends
 from .._array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._errors import LeafError, MeshError, SpecError, message
 from .._layout import Layout
@@ -132,7 +133,8 @@ def from_dtensor(tree: Any, mesh: Mesh | None = None) -> Any:
         if spec is None or not _agrees(layout_of(shape, spec, its)):
             bad.append(f"{name}: shape {shape}, placements {tuple(leaf.placements)}")
         else:
-            arrays.append(ShardedArray(local, shape, spec, its))
+            trains = backends.get(its.framework).trains(leaf)
+            arrays.append(ShardedArray(local, shape, spec, its, trains=trains))
     if bad:
         hint = "redistribute it: one axis for each dim, or sizes that divide; a sum for what is partial"
         raise SpecError(message(_FROM, "placements that no spec says", bad, mesh=mesh, hint=hint))

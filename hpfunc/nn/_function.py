@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .._array import is_sharded
+from .._differentiation import current_run
 from .._errors import LeafError, UsageError, message
+from .._run import current_session
 from ._choose import Choice
 
 Tensor = Any
@@ -19,13 +22,14 @@ class Skeleton(Protocol):
     Attributes:
         module: the copy.
         choice: its units.
-        params: the paths of its parameters.
+        params: the paths of its parameters, and `frozen` of those that the module does not train.
         modes: of each part, whether it trains.
     """
 
     module: Any
     choice: Choice
     params: tuple[str, ...]
+    frozen: frozenset[str]
     modes: tuple[bool, ...]
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
@@ -43,6 +47,13 @@ class Skeleton(Protocol):
 
         Raises:
             UsageError: the module writes into a parameter.
+        """
+        ...
+
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters for which gradients are recorded.
+
+        `leaves` are the tensors that `value_and_grad` differentiates; None: whatever wants a gradient may get one.
         """
         ...
 
@@ -76,7 +87,8 @@ class ModuleFunction:
             kwargs: go to the module.
 
         Raises:
-            UsageError: the call changes a buffer, or the module writes into a parameter.
+            UsageError: the call changes a buffer, or the module writes into a parameter; a step on several ranks would
+                differentiate plain parameters, each rank by itself; what is frozen in the module would be trained.
             LeafError: the parameters are not those of the module.
 
         Communication: that of its units.
@@ -113,6 +125,7 @@ class ModuleFunction:
         self, params: Any, buffers: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         _check_paths("params", params, self._skeleton.params)
+        _refuse_wrong_training(self._skeleton, params)
         call = self._skeleton.call(params, self._modes)
         return call, *self._skeleton.run(call, buffers, self._entry, args, kwargs)
 
@@ -145,6 +158,33 @@ class ModuleFunction:
 
     def __repr__(self) -> str:
         return f"{type(self._skeleton.module).__name__}.{self._entry}: {self._skeleton.choice}"
+
+
+def _refuse_wrong_training(skeleton: Skeleton, params: Mapping[str, Any]) -> None:
+    """Refuses a step that would train each rank alone, or what the module does not train."""
+    run = current_run.get()
+    session = current_session() if run is None else run.session
+    if session is None:
+        return
+    alone = skeleton.trained(params, None if run is None else run.tape.leaves)
+    if alone and session.mesh.axis_size(session.mesh.data_axes) > 1:
+        rule = (
+            "plain parameters are differentiated in a step on several ranks: each rank would train a model of its own"
+        )
+        hint = (
+            "params = hpfunc.shard(params, mesh, hpfunc.P('shard')) before the step; "
+            "a module that does not train is called without gradients (torch.no_grad())"
+        )
+        raise UsageError(message(_NAME, rule, alone, mesh=session.mesh, hint=hint))
+    # An array says by itself whether it trains, unless it was made of tensors that did not (by `.to()`, a state dict).
+    unsaid = [path for path, x in params.items() if is_sharded(x) and x._tracker is not None and x._trains is None]
+    if run is not None and (bad := sorted(skeleton.frozen.intersection(unsaid + alone))):
+        rule = "parameters that are frozen in the module (requires_grad=False) would be trained"
+        hint = (
+            "hpfunc.freeze(params, paths) keeps them as they are, hpfunc.unfreeze(params, paths) trains them; "
+            "what is cut of the tensors that from_module gives is marked"
+        )
+        raise UsageError(message(_NAME, rule, bad, hint=hint))
 
 
 def _check_paths(name: str, tree: Any, wanted: Any) -> None:

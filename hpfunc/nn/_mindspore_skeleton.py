@@ -146,6 +146,7 @@ class Skeleton:
             _refuse_dropout(cell)
         self.module = _copy(cell, params, buffers)
         self.choice, self.params, self._remat = choice, tuple(params), remat
+        self.frozen = frozenset(path for path, x in params.items() if not x.requires_grad)
         named = PARTS.named(self.module)
         self._cells = tuple(named.values())
         self._held = {id(part): _made_ready(part) for part in self._cells}
@@ -191,6 +192,11 @@ class Skeleton:
         call.check_unwritten()
         self._looked.add((call.modes, entry))
         return outputs, after
+
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters that `value_and_grad` differentiates."""
+        known = {id(x) for x in leaves or ()}
+        return [path for path, x in params.items() if id(x) in known]
 
     def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
         """Returns the paths of buffers that a call changed. See Note [Writes on MindSpore]."""

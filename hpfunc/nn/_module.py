@@ -41,13 +41,15 @@ def from_module(module: Any, units: Any = None, *, remat: bool = False) -> tuple
     Returns:
         ``(apply, params)``: see `ModuleFunction`; and a dict by path, as in ``module.named_parameters()`` or
         ``cell.parameters_and_names()``, where a tied parameter stands once. Its tensors share the memory of the module
-        until `shard` cuts them, and have the ``requires_grad`` of the module's, by which `partition` tells frozen ones.
+        until `shard` cuts them. They are parameters with the ``requires_grad`` of the module's: what is cut of one
+        without gradient is frozen (see `freeze`). A ``requires_grad_`` on the module counts before this call.
         Moving statistics, which MindSpore keeps as parameters without gradient, are buffers.
 
     Raises:
         SpecError: an entry of `units` selects nothing, or units overlap.
-        UsageError: the module has parameters without shape (lazy ones), cannot be copied, or a unit has no ``forward``
-            (``construct``); a cell keeps parameters in a list, has a ``bprop``, or recomputes by itself.
+        UsageError: the module has parameters without shape (lazy ones), or two of them in the same memory, cannot be
+            copied, or a unit has no ``forward`` (``construct``); a cell keeps parameters in a list, has a ``bprop``, or
+            recomputes by itself.
 
     Communication: none.
 

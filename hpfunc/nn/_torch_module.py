@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._array import is_sharded
 from .._arrays import init
@@ -21,7 +23,7 @@ from ._torch_parts import PARTS
 from ._torch_skeleton import Skeleton, named_tensors
 
 Tensor = torch.Tensor
-_INIT, _TO = "hpfunc.init_module", "hpfunc.to_module"
+_FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
 
 
 def _check_module(function: str, module: Any) -> None:
@@ -31,10 +33,28 @@ def _check_module(function: str, module: Any) -> None:
 
 def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunction, dict[str, Tensor]]:
     """See `hpfunc.from_module`."""
-    _check_module("hpfunc.from_module", module)
+    _check_module(_FROM, module)
     params, buffers = named_tensors(module)
-    given = {path: x.detach().requires_grad_(x.requires_grad) for path, x in params.items()}
+    _refuse_shared_memory(_FROM, params)
+    # Parameters, because a tensor that wants no gradient is a frozen one only if it is a parameter: see `_frozen`.
+    given: dict[str, Tensor] = {path: nn.Parameter(x.detach(), x.requires_grad) for path, x in params.items()}
     return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
+
+
+def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
+    """Refuses parameters that are different objects in the same memory: torch's optimizers change both at once."""
+    spans: list[tuple[int, int, int, str]] = []
+    for path, x in params.items():
+        if x.layout == torch.strided and x.numel() and not is_traceable_wrapper_subclass(x):
+            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            start, size = int(x.storage_offset()), x.element_size()
+            spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, path))
+    spans.sort()
+    pairs = pairwise(spans)
+    bad = [f"{one} and {two}" for (a, _, end, one), (b, start, _, two) in pairs if a == b and start < end]
+    if bad:
+        hint = "tie them as one parameter: head.weight = embed.weight; or give each memory of its own (clone)"
+        raise UsageError(message(function, "parameters share memory, and are not one parameter", bad, hint=hint))
 
 
 def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
@@ -57,6 +77,7 @@ def init_module(
         return {"params": params, "buffers": buffers}
 
     made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
+    _refuse_shared_memory(_INIT, named_tensors(built[0])[0])
     buffers = {path: array.local for path, array in made["buffers"].items()}
     return _function(built[0], units, buffers, remat), made["params"]
 

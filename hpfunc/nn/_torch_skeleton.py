@@ -75,7 +75,7 @@ class Skeleton:
     Attributes:
         module: the copy.
         choice: its units.
-        params: the paths of its parameters.
+        params: the paths of its parameters, and `frozen` of those without gradient.
         modes: of each module, whether it trains.
     """
 
@@ -83,6 +83,7 @@ class Skeleton:
         params, buffers = named_tensors(module)
         self.module = _copied(module, params, buffers, initial)
         self.choice, self.params, self._remat = choice, tuple(params), remat
+        self.frozen = frozenset(path for path, x in params.items() if not x.requires_grad)
         self._modules = tuple(self.module.modules())
         self._names = {id(x): path for path, x in initial.items()}
         self._buffers = self._slots(self._modules, "_buffers")
@@ -133,6 +134,15 @@ class Skeleton:
         call.check_unwritten()
         call.changed |= _written(after, call.placed)
         return outputs, {path: x.detach() for path, x in after.items()}
+
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters for which gradients are recorded."""
+        if not torch.is_grad_enabled():
+            return []
+        known = None if leaves is None else {id(x) for x in leaves}
+        plain = [(path, x) for path, x in params.items() if not is_sharded(x)]
+        # What value_and_grad does not know of, and nothing has computed, is a constant to it.
+        return [path for path, x in plain if x.requires_grad and (known is None or not x.is_leaf or id(x) in known)]
 
     def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
         """Returns the paths of buffers that a call changed. See Note [Buffers that change unseen]."""

@@ -11,7 +11,7 @@ from .._array import describe, is_sharded
 from .._errors import LeafError, message
 from .._mesh import Mesh
 from .._named import pmax
-from .._tree import dotted_paths
+from .._tree import dotted_paths, flatten
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
 
 _NAME = "hpfunc.optim.bind"
@@ -23,9 +23,9 @@ class Bound:
 
     Attributes:
         params: the weights, a pytree of `ShardedArray`. Unlike all other arrays these change, whenever torch writes to
-            the parameters.
-        parameters: a `torch.nn.Parameter` for each, in the order of the tree: this rank's part. Give them to an
-            optimizer.
+            the parameters. Frozen ones (see `freeze`) stand among them, and do not change.
+        parameters: a `torch.nn.Parameter` for each that is not frozen, in the order of the tree: this rank's part. Give
+            them to an optimizer.
         names: the dotted path of each.
     """
 
@@ -86,11 +86,11 @@ def bind(params: Any) -> Bound:
     optimizers only (see `from_torch`), and clip by `clip_by_global_norm`: torch's clipping sees this rank's part alone.
 
     Args:
-        params: pytree of `ShardedArray`, all on one mesh. They are consumed, as if donated.
+        params: pytree of `ShardedArray`, all on one mesh. They are consumed, as if donated, but for frozen ones.
 
     Raises:
         LeafError: a leaf is no floating `ShardedArray` on the mesh of the first, is a row of one, or stands at two
-            places.
+            places; or all are frozen.
 
     Communication: none.
 
@@ -109,10 +109,10 @@ def bind(params: Any) -> Bound:
     weights, ops = leaves_of(_NAME, "params", params)
     _check(weights)
     refuse_partial_sums(_NAME, weights, "so they are no weights")
-    names = tuple(dotted_paths(params, is_sharded))
+    names = tuple(dotted_paths(weights.tree, is_sharded))
     values = ops.writable([backends.get("torch").detach(leaf._consume(_NAME)) for leaf in weights.leaves])
     parameters = tuple(torch.nn.Parameter(value) for value in values)
-    return Bound(weights.wrap(values), parameters, names)
+    return Bound(weights.restore(_NAME, values), parameters, names)
 
 
 def _check(weights: Leaves) -> None:
@@ -120,7 +120,10 @@ def _check(weights: Leaves) -> None:
     pairs = list(zip(weights.paths(), weights.leaves, strict=True))
     bad = [f"{path}: {describe(x)}" for path, x in pairs if not is_sharded(x)]
     if bad or not pairs:
-        raise LeafError(message(_NAME, "params has leaves that are no ShardedArray, or none", bad, hint=hint))
+        rule = "params has leaves that are no ShardedArray, or none"
+        if not bad and flatten(weights.whole, is_sharded)[0]:
+            rule, hint = "every array of params is frozen", "hpfunc.unfreeze(params, where) makes arrays trainable"
+        raise LeafError(message(_NAME, rule, bad, hint=hint))
     seen, mesh = Counter(id(x._owner) for x in weights.leaves), weights.leaves[0].mesh
     faults = {
         "a weight lies on another mesh": lambda x: x.mesh != mesh,

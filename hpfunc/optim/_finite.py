@@ -42,7 +42,7 @@ def all_finite(tree: Any) -> Tensor:
 
 
 def _all_finite(function: str, name: str, tree: Any) -> Tensor:
-    leaves, ops = leaves_of(function, name, tree)
+    leaves, ops = leaves_of(function, name, tree, frozen=True)
     refuse_partial_sums(function, leaves, "which may still overflow")
     meshes = [leaf.mesh for leaf in leaves.leaves if is_sharded(leaf)]
     mesh_of_plain = meshes[0] if meshes else mesh_in_use()

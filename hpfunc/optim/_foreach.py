@@ -37,8 +37,10 @@ class Foreach(Protocol):
         ...
 
     def writable(self, xs: Tensors) -> list[Tensor]:
-        """Returns `xs` as tensors that may be written to from here on: in the same memory, or if its elements share
-        some (as those of an expanded tensor) as a copy."""
+        """Returns `xs` as tensors that may be written to from here on, in the same memory if that is possible.
+
+        One whose elements share memory (an expanded one) is copied.
+        """
         ...
 
     def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from .. import backends
 from .._array import describe, is_sharded
 from .._errors import LeafError, PolicyError, SpecError, UsageError, message
 from .._partition import Where, selector
-from .._tree import dotted_paths, flatten, unflatten
+from .._tree import dotted_paths, unflatten
 from ._foreach import Foreach
 from ._leaves import Leaves, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
@@ -163,7 +163,8 @@ class _Stepper:
             _refuse_cut(self.cls, weights)
         found: list[list[int]] = [[] for _ in range(len(self.groups) + 1)]
         names = dotted_paths(weights.tree, is_sharded) if self.groups else [""] * len(weights.leaves)
-        tests = [selector(_NAME, where, names) for where, _ in self.groups]
+        every = dotted_paths(weights.whole, is_sharded) if self.groups else []  # a pattern may stand for frozen weights
+        tests = [selector(_NAME, where, every) for where, _ in self.groups]
         for place, (name, leaf) in enumerate(zip(names, weights.leaves, strict=True)):
             chosen = next((i for i, selects in enumerate(tests) if selects(name, leaf)), len(tests))
             found[chosen].append(place)
@@ -236,7 +237,7 @@ def _taken(slots: Mapping[str, Any], weights: Leaves, ops: Foreach) -> list[dict
         raise SpecError(message(_NAME, "the state does not fit params", bad, hint=hint))
     is_tensor = backends.get("torch").is_tensor
     arrays = [(k, name, x) for k, name, x in found if is_sharded(x) or is_tensor(x)]
-    memory = writable(_NAME, Leaves("state", None, *flatten([x for *_, x in arrays], is_sharded)), ops)
+    memory = writable(_NAME, Leaves.of(_NAME, "state", [x for *_, x in arrays], frozen=True), ops)
     taken: list[dict[str, Any]] = [{} for _ in weights.leaves]
     for k, name, x in found:
         taken[k][name] = x

@@ -12,6 +12,7 @@ import optree
 from .. import backends
 from .._array import describe, is_sharded
 from .._errors import LeafError, SpecError, UsageError, message
+from .._frozen import marks_of
 from .._numerics import has_sums
 from .._tree import flatten, paths, unflatten
 from ._foreach import Foreach, foreach
@@ -21,12 +22,31 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of one tree: `ShardedArray`, or plain tensors, which stand for themselves."""
+    """The leaves of one tree: `ShardedArray`, or plain tensors, which stand for themselves.
+
+    Attributes:
+        name: of the tree, for messages.
+        tree: with None in the place of leaves that are left out, and `treedef` its structure.
+        leaves: its leaves.
+        whole: the tree as it was given, with frozen leaves.
+    """
 
     name: str
     tree: Any
     leaves: list[Any]
     treedef: optree.PyTreeSpec
+    whole: Any
+
+    @staticmethod
+    def of(function: str, name: str, tree: Any, *, frozen: bool = False) -> Leaves:
+        """Takes a tree apart; frozen leaves (see `freeze`) are left out unless `frozen`."""
+        leaves, treedef = flatten(tree, is_sharded)
+        marks = [] if frozen else marks_of(function, leaves)
+        if False not in marks:
+            return Leaves(name, tree, leaves, treedef, tree)
+        kept = [None if trains is False else leaf for leaf, trains in zip(leaves, marks, strict=True)]
+        trained = unflatten(treedef, kept)
+        return Leaves(name, trained, *flatten(trained, is_sharded), tree)
 
     @property
     def locals(self) -> list[Tensor]:
@@ -38,19 +58,31 @@ class Leaves:
         pairs = zip(self.leaves, locals_, strict=True)
         return unflatten(self.treedef, [leaf.with_local(x) if is_sharded(leaf) else x for leaf, x in pairs])
 
+    def restore(self, function: str, locals_: Sequence[Tensor]) -> Any:
+        """Returns the tree with other values, and with the frozen leaves, as they are."""
+        new = iter(flatten(self.wrap(locals_), is_sharded)[0])
+        leaves, treedef = flatten(self.whole, is_sharded)
+        pairs = zip(leaves, marks_of(function, leaves), strict=True)
+        return unflatten(treedef, [leaf if trains is False else next(new) for leaf, trains in pairs])
+
+    def frozen_paths(self) -> list[str]:
+        """Returns the paths of the leaves that are left out, without the name of the tree."""
+        here = set(self.paths())
+        return [path.removeprefix(self.name) for path in paths(self.whole, self.name, is_sharded) if path not in here]
+
     def paths(self) -> list[str]:
         """Returns the path of each leaf."""
         return paths(self.tree, self.name, is_sharded)
 
 
-def leaves_of(function: str, name: str, tree: Any) -> tuple[Leaves, Foreach]:
-    """Returns the leaves of a tree, and the arithmetic for them.
+def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> tuple[Leaves, Foreach]:
+    """Returns the leaves of a tree, without the frozen ones unless `frozen`, and the arithmetic for them.
 
     Raises:
         LeafError: a leaf is neither a `ShardedArray` nor a tensor, is not floating, has 8-bit floats, or leaves belong
             to two frameworks.
     """
-    leaves = Leaves(name, tree, *flatten(tree, is_sharded))
+    leaves = Leaves.of(function, name, tree, frozen=frozen)
     values = leaves.locals
     backend = backends.of(function, values)
     fits = [backend.is_tensor(x) and backend.is_floating(backend.dtype_name(x)) for x in values]
@@ -76,10 +108,12 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
     Raises:
         SpecError: it has not; names every leaf at which they differ.
     """
-    leaves = Leaves(name, tree, *flatten(tree, is_sharded))
+    leaves = Leaves.of(function, name, tree)
     hint = f"{name} and {other.name} come from the same weights; call init again after these have changed"
     if leaves.treedef != other.treedef:
         mine, theirs = leaves.paths(), other.paths()
+        _refuse_frozen(function, leaves, other)
+        _refuse_frozen(function, other, leaves)
         bad = [f"only in {name}: {path.removeprefix(name)}" for path in _missing(mine, theirs, name, other.name)]
         bad += [
             f"only in {other.name}: {path.removeprefix(other.name)}"
@@ -95,6 +129,15 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
         if _kind(a) != _kind(b)
     ]
     raise SpecError(message(function, f"{name} and {other.name} lie differently", bad, hint=hint))
+
+
+def _refuse_frozen(function: str, leaves: Leaves, other: Leaves) -> None:
+    """Raises SpecError naming every leaf that is frozen in the other tree."""
+    frozen = other.frozen_paths()
+    if bad := [path for path in leaves.paths() if path.removeprefix(leaves.name) in frozen]:
+        rule = f"{leaves.name} has leaves that are frozen in {other.name}"
+        hint = f"None stands in the place of a frozen leaf; hpfunc.unfreeze({other.name}, where) lets it train"
+        raise SpecError(message(function, rule, bad, hint=hint))
 
 
 def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:

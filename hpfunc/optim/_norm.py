@@ -39,7 +39,7 @@ def global_norm(tree: Any) -> Tensor:
     >>> hpfunc.optim.global_norm(hpfunc.shard({"w": torch.tensor([3.0, 4.0])}, mesh, hpfunc.P("shard")))
     tensor(5.)
     """
-    norm = _norm("hpfunc.optim.global_norm", tree)
+    norm = _norm("hpfunc.optim.global_norm", tree, frozen=True)
     return 0.0 if norm is None else norm
 
 
@@ -66,7 +66,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     check_number(name, "max_norm", max_norm)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        norm = _norm(name, grads)
+        norm = _norm(name, grads, frozen=False)
         if norm is None:
             return grads, state
         # A norm of 0 counts as 1, as 0 / 0 is NaN: gradients of zeros stay zeros, whatever the limit.
@@ -76,8 +76,8 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     return Optimizer(lambda params: (), update)
 
 
-def _norm(function: str, tree: Any) -> Tensor | None:
-    leaves, ops = leaves_of(function, "tree", tree)
+def _norm(function: str, tree: Any, *, frozen: bool) -> Tensor | None:
+    leaves, ops = leaves_of(function, "tree", tree, frozen=frozen)
     refuse_partial_sums(function, leaves, "which have no norm")
     parts: dict[tuple[Mesh | None, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     for leaf, value in zip(leaves.leaves, leaves.locals, strict=True):

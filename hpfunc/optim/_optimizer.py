@@ -43,7 +43,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
     Args:
         params: pytree of `ShardedArray` (or plain tensors). Arrays that the step owns are updated in place
-            and consumed.
+            and consumed. Frozen ones (see `freeze`), which have no update, are returned as they are.
         updates: the same tree, as an optimizer's `update` returns it.
 
     Raises:
@@ -64,7 +64,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     values = writable(name, weights, ops)
     for places in ops.groups(values):
         ops.add_(pick(values, places), pick(changes, places))
-    return weights.wrap(values)
+    return weights.restore(name, values)
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:

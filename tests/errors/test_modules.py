@@ -57,6 +57,8 @@ class Borrower(nn.Linear):
 
 def calling(module: nn.Module, units: Any = None, x: torch.Tensor = X) -> Any:
     torch.manual_seed(0)
+    for parameter in module.parameters():  # built before: the ranks may have drawn other numbers
+        nn.init.normal_(parameter)
     apply, params = hp.from_module(module, units)
     kept = hp.shard(params, mesh(), hp.P("shard"))
     return lambda: hp.value_and_grad(lambda p: apply(p, x).sum())(kept), kept
@@ -88,6 +90,33 @@ def a_call_that_loses_statistics(rank: int) -> Any:
     return calling(Convolutional(), x=torch.arange(216.0).reshape(2, 3, 6, 6))
 
 
+def plain_parameters_that_train(rank: int) -> Any:
+    apply, params = hp.from_module(nn.Linear(6, 6))
+    step = hp.sharded(hp.value_and_grad(lambda p: apply(p, X).sum()), mesh())
+    return lambda: step(params), params
+
+
+def frozen_parameters_that_lost_their_mark(rank: int) -> Any:
+    torch.manual_seed(0)
+    apply, params = hp.from_module(nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)))
+    kept = hp.shard({path: x.detach() for path, x in params.items()}, mesh(), hp.P("shard"))
+    return lambda: hp.value_and_grad(lambda p: apply(p, X).sum())(kept), kept
+
+
+def a_gradient_of_frozen_arrays(rank: int) -> Any:
+    torch.manual_seed(0)
+    apply, params = hp.from_module(nn.Linear(6, 6).requires_grad_(False))
+    kept = hp.shard(params, mesh(), hp.P("shard"))
+    return lambda: hp.value_and_grad(lambda p: apply(p, X).sum())(kept), kept
+
+
+def a_gradient_for_a_frozen_array(rank: int) -> Any:
+    torch.manual_seed(0)
+    kept = hp.shard(dict(nn.Linear(6, 6).named_parameters()), mesh(), hp.P("shard"))
+    optimizer, frozen = hp.optim.sgd(0.1, weight_decay=0.1), hp.freeze(kept, "bias")
+    return lambda: optimizer.update(kept, optimizer.init(frozen), frozen), kept
+
+
 # --- which units ------------------------------------------------------------------------------------------------------
 def units_that_overlap(rank: int) -> Any:
     return lambda: hp.from_module(stack(), ["blocks.*"]), None
@@ -112,6 +141,12 @@ def a_module_that_is_none(rank: int) -> Any:
 
 def lazy_parameters(rank: int) -> Any:
     return lambda: hp.from_module(nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())), None
+
+
+def parameters_in_the_same_memory(rank: int) -> Any:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    module[1].weight = nn.Parameter(module[0].weight.data)
+    return lambda: hp.from_module(module), None
 
 
 def a_module_that_cannot_be_copied(rank: int) -> Any:

@@ -189,6 +189,15 @@ def one_rank_differs_in_broadcast_from(rank: int) -> Any:
     return lambda: hp.shard(ops.ones(4), mesh(), hp.P("shard"), broadcast_from=rank), None
 
 
+def ranks_give_different_values(rank: int) -> Any:
+    kept = {"w": ops.arange(6.0) + float(rank), "b": ops.ones(2), "same": ops.zeros(3) + float(rank)}
+    return lambda: hp.shard(kept, mesh(), hp.P("shard")), kept
+
+
+def ranks_make_different_values(rank: int) -> Any:
+    return lambda: hp.init(lambda: {"w": ops.zeros(4) + float(rank), "b": ops.ones(2)}, mesh(), hp.P("shard")), None
+
+
 def one_rank_unshards_something_else(rank: int) -> Any:
     kept = params()
     layer = kept["layers"][0]
@@ -226,6 +235,15 @@ def a_pattern_that_selects_nothing(rank: int) -> Any:
 
 def a_partition_by_a_number(rank: int) -> Any:
     return lambda: hp.partition(tree(), 3), None
+
+
+def freezing_plain_tensors(rank: int) -> Any:
+    return lambda: hp.freeze({"w": ops.ones(4)}), None
+
+
+def freezing_what_is_not_there(rank: int) -> Any:
+    kept = params()
+    return lambda: hp.unfreeze(kept, "layer.*"), kept
 
 
 def a_leaf_in_two_parts(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: five of transformers, from small configurations, as they are."""
+"""Models that nobody here wrote: some of transformers, from small configurations, as they are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import torch
 import hpfunc as hp
 from tests.nn.training import FEWER, FSDP, HSDP, Layout, Pools, assert_trained, resume, train
 from tests.nn.zoo import Found
+from tests.ranks import mesh_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.processes
+HALVES: dict[str, Any] = {
+    f"{half}_{name}": number
+    for half in ("encoder", "decoder")
+    for name, number in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
+}
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LAYERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "gpt2": (
@@ -50,6 +56,26 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         SMALL | {"image_size": 8, "patch_size": 4, "num_labels": 3},
         "2 ViTLayer (vit.layers.0 to vit.layers.1)",
     ),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        HALVES
+        | {"vocab_size": 32, "d_model": 16, "num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        "2 WhisperEncoderLayer (model.encoder.layers.0 to model.encoder.layers.1)",
+    ),
+    "marian": (
+        "MarianConfig",
+        "MarianMTModel",
+        HALVES
+        | {"vocab_size": 32, "d_model": 16, "max_position_embeddings": 16}
+        | {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1},
+        "2 MarianEncoderLayer (model.encoder.layers.0 to model.encoder.layers.1)",
+    ),
+}
+FROZEN = {  # by the models themselves
+    "whisper": {"model.encoder.embed_positions.weight"},
+    "marian": {"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"},
 }
 
 
@@ -77,6 +103,9 @@ class Pretrained:
         if self.name == "vit":
             pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
             return (), {"pixel_values": pixels, "labels": torch.randint(0, 3, (2,))}
+        if self.name == "whisper":
+            features = torch.randn(2, 4, 16, dtype=torch.float64)
+            return (), {"input_features": features, "labels": torch.randint(3, 32, (2, 6))}
         ids = torch.randint(0, 32, (2, 6))
         return (), {"input_ids": ids, "labels": torch.randint(0, 32, (2, 6))}
 
@@ -114,6 +143,42 @@ def test_training_matches_the_plain_models_also_after_a_checkpoint(
 def test_their_blocks_are_found(name: str) -> None:
     apply, _ = hp.from_module(Pretrained(name).module())
     assert LAYERS[name][3] in str(apply)
+
+
+def as_on_the_page(rank: int) -> dict[str, tuple[Any, bool]]:
+    """The ten lines of the modules page, with a decay that would show on any weight."""
+    mesh, found = mesh_of((2,), ("shard",)), {}
+    for name in FROZEN:
+        case = Pretrained(name)
+        apply, params = hp.from_module(case.module().eval())
+        bound = hp.optim.bind(hp.shard(params, mesh, hp.P("shard")))
+        grad_fn = hp.sharded(hp.value_and_grad(lambda params, kwargs, apply=apply: apply(params, **kwargs).loss), mesh)
+        optimizer = torch.optim.AdamW(bound.parameters, lr=0.01, weight_decay=0.5)
+        for step in range(3):
+            _, grads = grad_fn(bound.params, case.call(rank, step)[1])
+            bound.set_grads(grads)
+            optimizer.step()
+        found[name] = {path: x.is_frozen for path, x in bound.params.items()}, hp.unshard(bound.params)
+    return found
+
+
+def test_what_the_models_freeze_by_themselves_stays(pool: Pools) -> None:
+    results = pool(2).run(as_on_the_page, deadline_s=240.0)
+    for name, frozen in FROZEN.items():
+        module = Pretrained(name).module().eval()
+        start = {path: x.detach().clone() for path, x in module.named_parameters()}
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(2):
+                (module(**Pretrained(name).call(rank, step)[1]).loss / 2).backward()
+            optimizer.step()
+        for marks, weights in (result[name] for result in results):
+            assert {path for path, is_frozen in marks.items() if is_frozen} == frozen
+            assert all(torch.equal(weights[path], start[path]) for path in frozen)
+            assert not any(torch.equal(weights[path], x) for path, x in start.items() if path not in frozen)
+            for path, x in module.named_parameters():
+                torch.testing.assert_close(weights[path].double(), x.detach().double(), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])

@@ -196,6 +196,7 @@ def reference(case: Any, nums_ranks: tuple[int, ...]) -> list[tuple[Tensors, lis
     """
     module = case.module()
     own, weights = dict(module.named_buffers()), dict(module.named_parameters())
+    trained = [w for w in weights.values() if w.requires_grad]
     groups = [{"params": [w for w in weights.values() if (w.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
     groups = [group | {"weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], eps=EPS)
@@ -203,7 +204,7 @@ def reference(case: Any, nums_ranks: tuple[int, ...]) -> list[tuple[Tensors, lis
     for leg, num_ranks in enumerate(nums_ranks):
         buffers = [start] * num_ranks
         for step in range(leg * NUM_STEPS, (leg + 1) * NUM_STEPS):
-            for w in weights.values():  # those that no call reaches have zeros, not None, which AdamW would skip
+            for w in trained:  # those that no call reaches have zeros, not None, which AdamW would skip
                 w.grad = torch.zeros_like(w)
             for rank in range(num_ranks):
                 for path, x in own.items():
@@ -211,7 +212,7 @@ def reference(case: Any, nums_ranks: tuple[int, ...]) -> list[tuple[Tensors, lis
                 args, kwargs = case.call(rank, step)
                 case.loss(module(*args, **kwargs)).backward()
                 buffers[rank] = _copied(own)
-            for w in weights.values():  # not the losses: some models have theirs in float32, and a third of it is none
+            for w in trained:  # not the losses: some models have theirs in float32, and a third of it is none
                 assert w.grad is not None
                 w.grad /= num_ranks
             for group in optimizer.param_groups:

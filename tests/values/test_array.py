@@ -159,22 +159,6 @@ def test_broadcast_from_takes_the_values_of_one_rank(pool: Any, source: int) -> 
         assert_same(got, want)
 
 
-def replicas(rank: int, differs_at: int) -> str:
-    mesh = mesh_of((2, 2), ("replicate", "shard"))
-    tree = {"same": torch.arange(6.0), "w": torch.arange(6.0), "nan": torch.full((4,), float("nan"))}
-    if rank == 3:
-        tree["w"][differs_at] = -1
-    return outcome(hp.shard, tree, mesh, {"same": hp.P(), "w": hp.P("shard"), "nan": hp.P()}, check_replicas=True)
-
-
-def test_replicas_are_compared_where_several_ranks_hold_them(pool: Any) -> None:
-    # Element 5 lies on ranks 1 and 3; element 0 of rank 3 is dropped, so that its value does not matter.
-    assert pool(4).run(replicas, 0) == ["returned"] * 4
-    texts = pool(4).run(replicas, 5)
-    assert all("LeafError" in text or "AgreementError" in text for text in texts), texts
-    assert sum("ranks hold different values of one part" in text and "tree['w']" in text for text in texts) == 4
-
-
 def refused(rank: int) -> list[str]:
     mesh, x = mesh_of((2,), ("shard",)), torch.ones(4)
     return [

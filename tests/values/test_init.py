@@ -81,6 +81,16 @@ def seeded_for_each_layer() -> Any:
     return [*found, torch.randn(3)]
 
 
+def of_another_default_dtype() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Linear(4, 3)
+    finally:
+        torch.set_default_dtype(before)
+    return [model.weight, model.bias, torch.ones(3)]
+
+
 CONSTANT = torch.arange(8.0)
 
 
@@ -104,6 +114,7 @@ FUNCTIONS = [
     of_other_dtypes,
     with_generator,
     seeded_for_each_layer,
+    of_another_default_dtype,
     around_a_constant,
     unused_draws,
 ]

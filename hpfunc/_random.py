@@ -1,0 +1,82 @@
+"""One process's random numbers on all ranks, for the time in which values are made that must be the same on all.
+
+# Note [Whose random numbers]
+Frameworks seed every process by itself, and a program need not seed anything. So `init` lets `init_fn` draw with the
+generators of the first rank of the mesh: the framework's global ones (of the host and of the mesh's device), that of
+Python's `random`, and numpy's global one. Afterwards a generator that had the state of the first rank's goes on behind
+what was drawn, as in a program of one process. A generator that had another state gets that back: ranks that would drop
+out other elements before do so afterwards. Generators that `init_fn` makes are its own affair: whoever seeds them by
+the rank is found by the values (`_arrays.compare_values`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from . import backends
+from ._agree import control
+from ._mesh import Mesh
+
+
+@contextmanager
+def numbers_of_one_process(mesh: Mesh) -> Iterator[None]:
+    """Lets the body draw the random numbers of the first rank, on all ranks. See Note [Whose random numbers].
+
+    Communication: 8 bytes from each rank for each of up to four generators; if some differ, the first rank sends their
+        states, about 10 KB each.
+    """
+    if mesh.size == 1:
+        yield
+        return
+    own = _read(mesh)
+    found = control(mesh).exchange("comparison of random generators", [_digest(text) for text in own])
+    places = [place for place, column in enumerate(zip(*found, strict=True)) if len(set(column)) > 1]
+    if not places:
+        yield
+        return
+    mine = json.dumps([own[place] for place in places]) if mesh.rank == mesh.ranks[0] else ""
+    firsts = json.loads(control(mesh).exchange_text("states of random generators", mine)[0])
+    others = [(place, text) for place, text in zip(places, firsts, strict=True) if text != own[place]]
+    for place, text in others:
+        _write(mesh, place, text)
+    try:
+        yield
+    finally:
+        for place, _ in others:
+            _write(mesh, place, own[place])
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _read(mesh: Mesh) -> list[str]:
+    """Returns the states of the generators, "" of one that is not there: Python's, numpy's, the framework's."""
+    states = backends.get(mesh.framework).random_states(mesh.device)
+    return [repr(random.getstate()), _read_numpy(), *(state.hex() for state in states)]
+
+
+def _read_numpy() -> str:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    if not isinstance(state, tuple):  # not there, or another bit generator than numpy's own was put into its place
+        return ""
+    return repr((state[0], state[1].tolist(), *state[2:]))
+
+
+def _write(mesh: Mesh, place: int, text: str) -> None:
+    if not text:
+        return
+    if place == 0:
+        random.setstate(ast.literal_eval(text))
+    elif place == 1:
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.set_state(ast.literal_eval(text))
+    else:
+        backends.get(mesh.framework).set_random_state(mesh.device, place - 2, bytes.fromhex(text))
