@@ -149,6 +149,21 @@ class Use:
             self.run.expect(self)
         self.session.driver.after_forward(self)
 
+    @property
+    def label(self) -> str:
+        """The name of the unit."""
+        return self.session.units[self.unit].name
+
+    def inner(self) -> Use | None:
+        """See `UnitUse`."""
+        return (
+            Use(self.session, self.run, self.arrays, self.unit, self.weights) if self.run.state == "forward" else None
+        )
+
+    def dismiss(self) -> None:
+        """See `UnitUse`."""
+        self.run.settle(self)
+
     def whole(self, index: int) -> Tensor:
         """See `UnitUse`."""
         return self.session.driver.whole(self, index)

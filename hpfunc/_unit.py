@@ -49,7 +49,7 @@ def unit(
 
     Raises:
         LeafError: the first argument has plain tensors, or another one has sharded arrays.
-        UsageError: a weight escapes or is written to, or two units gather it over different `axes`, or the unit runs
+        UsageError: a weight escapes or is written to, or a tensor that was saved for backward is, or two units gather it over different `axes`, or the unit runs
             inside of another one or under reentrant checkpointing, or, with `remat`, something else than
             `value_and_grad` differentiates it.
         SpecError: an array cannot be gathered over these axes alone.

@@ -90,6 +90,7 @@ class UnitUse(Protocol):
     """One call of a unit, as the framework's VJP nodes see it.
 
     Attributes:
+        label: the name of the unit, for messages.
         names: of its weights, for messages.
         trainable: which weights want a gradient.
         released: which weights are dropped after forward, so that autograd must not keep them.
@@ -110,8 +111,23 @@ class UnitUse(Protocol):
         """Returns the whole weights."""
         ...
 
+    def after_forward(self) -> None:
+        """Called after it, by whoever has called `before_forward`."""
+        ...
+
+    @property
+    def label(self) -> str: ...
+
     def whole(self, index: int) -> Tensor:
         """Returns one of the whole weights again, in backward."""
+        ...
+
+    def inner(self) -> UnitUse | None:
+        """Returns a use without backward, for a differentiation while the loss is computed; None in the run's own."""
+        ...
+
+    def dismiss(self) -> None:
+        """The use will have no backward: its graph is gone."""
         ...
 
     def before_recompute(self) -> list[Tensor]:

@@ -284,7 +284,9 @@ class TorchBackend:
         self.counters.bytes_copied += sum(target.nbytes for target, _ in copies)
 
     def fill(self, target: torch.Tensor, value: float) -> None:
-        if math.isnan(value) and not target.is_floating_point():  # the poison of an integer, which has no NaN
+        if math.isnan(value) and not (
+            target.is_floating_point() or target.is_complex()
+        ):  # the poison of an integer, which has no NaN
             value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min
         with torch.no_grad():
             target.fill_(value)
