@@ -86,6 +86,18 @@ class Streams(Protocol):
         ...
 
 
+class Inside(Protocol):
+    """The code of a unit that may run again in the middle of its backward, because a checkpoint is inside of it."""
+
+    def begin(self, weights: Callable[[], Sequence[Tensor]]) -> None:
+        """Called when the backward of the unit begins, with what returns its whole weights."""
+        ...
+
+    def end(self) -> None:
+        """Called when it has ended."""
+        ...
+
+
 class UnitUse(Protocol):
     """One call of a unit, as the framework's VJP nodes see it.
 
@@ -95,6 +107,7 @@ class UnitUse(Protocol):
         trainable: which weights want a gradient.
         released: which weights are dropped after forward, so that autograd must not keep them.
         remat: keep nothing of what the unit computes, and compute it again in backward.
+        inside: what to make ready for code of the unit that runs again by itself; None if that needs nothing.
         needs_backward: set by the tape: the use will have a backward.
         scope: set by the tape: what will call the unit again before its backward (activation checkpointing); equal for
             the uses that it calls together, None if nothing does.
@@ -104,6 +117,7 @@ class UnitUse(Protocol):
     trainable: tuple[bool, ...]
     released: tuple[bool, ...]
     remat: bool
+    inside: Inside | None
     needs_backward: bool
     scope: int | None
 

@@ -70,6 +70,7 @@ class _Wholes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         ctx.outliving.empty()
+        ctx.held.end()
         ctx.use.after_backward(gradients[:-1])
         return None, None, None
 
@@ -103,6 +104,7 @@ def _begin_backward(gate: Any) -> None:
         _ = node.saved_tensors  # see Note [Recomputation comes first]
     use.before_backward()
     node.outliving.fill(node.held)
+    node.held.begin()
 
 
 def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
@@ -112,11 +114,12 @@ def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
     inner.after_forward()
     node.held.at_hand = copies
     node.outliving.fill(node.held)
+    node.held.begin()
     if use.scope is not None:
         _ = node.saved_tensors
 
     def end() -> None:
-        node.held.leave()
+        node.held.end()
         node.outliving.empty()
 
     cast(Any, torch.autograd.Variable._execution_engine).queue_callback(end)
@@ -247,16 +250,16 @@ def _forgetting(
         for i, tensor in zip(places, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
-        wholes, weights = first.pop() if first else _detached(held)
+        wholes, weights = first.pop() if first else _again(held)
         return _recording(fn, held, wholes, weights, args, kwargs)
 
     with Saving(held, ()).hooks():  # for the arguments, which checkpointing saves
         return checkpoint(call, anchor, *tensors, use_reentrant=False)
 
 
-def _detached(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
-    wholes = [held[i] for i in range(len(held.use.names))]
-    return wholes, [w.detach().requires_grad_(trains) for w, trains in zip(wholes, held.use.trainable, strict=True)]
+def _again(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
+    weights = held.detached()
+    return [weight.detach() for weight in weights], weights
 
 
 class TorchTape:

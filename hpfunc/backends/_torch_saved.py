@@ -59,9 +59,21 @@ class Wholes:
     def __getitem__(self, index: int) -> Tensor:
         return self.use.whole(index) if self.at_hand is None else self.at_hand[index]
 
-    def leave(self) -> None:
-        """They are not at hand any more."""
+    def detached(self) -> list[Tensor]:
+        """Returns all of them as leaves, for a run whose graph nobody differentiates."""
+        wholes = [self[i] for i in range(len(self.use.names))]
+        return [w.detach().requires_grad_(trains) for w, trains in zip(wholes, self.use.trainable, strict=True)]
+
+    def begin(self) -> None:
+        """The unit's backward begins, or a differentiation inside of the loss comes to it."""
+        if self.use.inside is not None:
+            self.use.inside.begin(self.detached)
+
+    def end(self) -> None:
+        """It has ended."""
         self.at_hand = None
+        if self.use.inside is not None:
+            self.use.inside.end()
 
 
 class Saving:
