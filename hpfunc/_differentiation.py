@@ -98,6 +98,12 @@ class Run:
 
     def check_alive(self) -> None:
         """Raises UsageError if the run's graph is used outside of its backward."""
+        if self.state == "forward":
+            rule = "weights are differentiated inside of the function that value_and_grad differentiates"
+            hint = (
+                "there call torch.autograd.grad(outputs, inputs) for inputs alone, not backward(), and not for weights"
+            )
+            raise UsageError(message(_NAME, rule, hint=hint))
         if self.state != "backward":
             hint = "do not keep the loss, or tensors computed from it, for a later backward"
             raise UsageError(message(_NAME, "the graph of an ended call is differentiated", hint=hint))

@@ -157,6 +157,11 @@ def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Nu
             bad.append(f"{name}: {describe(leaf)}, {kinds[-1]}")
     if bad:
         hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
+        if any("complex" in leaf for leaf in bad):
+            hint += (
+                "; complex weights train as real ones: keep torch.view_as_real(w), and use torch.view_as_complex of it"
+            )
+            hint += " inside of the unit"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
     _check_reduced(function, names, leaves, kinds, numerics)
     check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])

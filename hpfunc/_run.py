@@ -21,6 +21,7 @@ from ._mesh import Mesh
 from ._move import block_numel
 from ._numerics import Numerics
 from ._program import Event, Program, Unit, Weight
+from .backends import Inside
 
 Tensor = Any
 _session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)
@@ -119,8 +120,8 @@ class Use:
     """One call of a unit: what the backend's VJP nodes and the driver know of it."""
 
     __slots__ = (
-        "arrays", "backward_index", "index", "names", "needs_backward", "num_recomputes", "number", "released", "remat",
-        "run", "scope", "session", "trainable", "unit", "weights",
+        "arrays", "backward_index", "index", "inside", "names", "needs_backward", "num_recomputes", "number",
+        "released", "remat", "run", "scope", "session", "trainable", "unit", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -133,6 +134,7 @@ class Use:
         self.released = tuple(record.num_shards > 1 or record.dtype != record.shard_dtype for record in records)
         self.names = [record.name for record in records]
         self.needs_backward = self.remat = False
+        self.inside: Inside | None = None
         self.scope: int | None = None
         self.num_recomputes = 0
         self.number = self.index = self.backward_index = -1
@@ -148,6 +150,21 @@ class Use:
         if self.needs_backward:
             self.run.expect(self)
         self.session.driver.after_forward(self)
+
+    @property
+    def label(self) -> str:
+        """The name of the unit."""
+        return self.session.units[self.unit].name
+
+    def inner(self) -> Use | None:
+        """See `UnitUse`."""
+        return (
+            Use(self.session, self.run, self.arrays, self.unit, self.weights) if self.run.state == "forward" else None
+        )
+
+    def dismiss(self) -> None:
+        """See `UnitUse`."""
+        self.run.settle(self)
 
     def whole(self, index: int) -> Tensor:
         """See `UnitUse`."""

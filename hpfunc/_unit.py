@@ -18,7 +18,7 @@ from ._numerics import Numerics
 from ._run import Session, Use, current_session
 from ._tree import flatten, paths, unflatten
 from ._whole import unshard_array
-from .backends import Backend, uncompiled
+from .backends import Backend, Inside, uncompiled
 
 Tensor = Any
 Names = Callable[[], list[str]]
@@ -49,9 +49,9 @@ def unit(
 
     Raises:
         LeafError: the first argument has plain tensors, or another one has sharded arrays.
-        UsageError: a weight escapes or is written to, or two units gather it over different `axes`, or the unit runs
-            inside of another one or under reentrant checkpointing, or, with `remat`, something else than
-            `value_and_grad` differentiates it.
+        UsageError: a weight escapes or is written to, or two units gather it over different `axes`; a tensor that was
+            saved for backward is written to; the unit runs inside of another one or under reentrant checkpointing; or,
+            with `remat`, something else than `value_and_grad` differentiates it.
         SpecError: an array cannot be gathered over these axes alone, or lies on another mesh than the others.
         MeshError: one of `axes` is no data axis, or it is not known which axes are.
 
@@ -65,18 +65,30 @@ def unit(
     tensor([[1., 1.]])
     """
     label = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
-    given = None if axes is None else as_axes(axes)
+    return unit_around(fn, label, remat, None if axes is None else as_axes(axes))
+
+
+def unit_around(
+    fn: Callable[..., Any], label: str, remat: bool, given: Axes | None = None, inside: Inside | None = None
+) -> Callable[..., Any]:
+    """Returns `fn` as a unit, see `unit`; `inside` is told of its backwards."""
 
     @functools.wraps(fn)
     def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return _use_unit(fn, label, remat, given, params, args, kwargs)
+        return _use_unit(fn, label, (remat, inside), given, params, args, kwargs)
 
     return call
 
 
 @uncompiled
 def _use_unit(
-    fn: Callable[..., Any], label: str, remat: bool, given: Axes | None, params: Any, args: Any, kwargs: Any
+    fn: Callable[..., Any],
+    label: str,
+    how: tuple[bool, Inside | None],
+    given: Axes | None,
+    params: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     leaves, treedef = flatten(params, is_sharded)
     places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
@@ -103,7 +115,7 @@ def _use_unit(
     check_one_mesh(_NAME, arrays, mesh, names)
     mesh.check_data_axes(_NAME)
     over = mesh.data_axes if given is None else _check_axes(given, arrays, names)
-    return _call(label, body, arrays, over, names, remat, args, kwargs)
+    return _call(label, body, arrays, over, names, how, args, kwargs)
 
 
 def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Any) -> None:
@@ -139,10 +151,11 @@ def _call(
     arrays: Sequence[ShardedArray],
     axes: Axes,
     names: Names,
-    remat: bool,
+    options: tuple[bool, Inside | None],
     args: Any,
     kwargs: Any,
 ) -> Any:
+    remat, inside = options
     tracker = next((a._tracker for a in arrays if a._tracker is not None), None)
     run = current_run.get() if tracker is None else cast(Run, tracker)  # only a run tracks arrays
     backend = backends.get(arrays[0].mesh.framework)
@@ -163,12 +176,12 @@ def _call(
     if run is None or run.state == "done":
         return _forward_only(label, body, arrays, axes, names, args, kwargs)
     if run.state == "backward":
-        return _recompute(label, body, arrays, axes, run, remat, args, kwargs)
+        return _recompute(label, body, arrays, axes, run, options, args, kwargs)
     if not run.tape.is_grad_enabled():
         run.tape.refuse_reentrant()
         return _forward_only(label, body, arrays, axes, names, args, kwargs)
     use = _use(run.session, label, arrays, run, axes)
-    use.remat = remat
+    use.remat, use.inside = remat, inside
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
     return outputs
@@ -248,12 +261,12 @@ def _recompute(
     arrays: Sequence[ShardedArray],
     axes: Axes,
     run: Run,
-    remat: bool,
+    options: tuple[bool, Inside | None],
     args: Any,
     kwargs: Any,
 ) -> Any:
     # Activation checkpointing calls the unit again, before its backward begins.
     run.tape.refuse_reentrant()
     use = _use(run.session, label, arrays, run if run.tape.is_grad_enabled() else None, axes)
-    use.number, use.remat = run.repeated(use.unit), remat
+    use.number, (use.remat, use.inside) = run.repeated(use.unit), options
     return run.tape.recompute_unit(body, use, *args, **kwargs)

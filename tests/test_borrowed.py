@@ -34,8 +34,8 @@ class Kept(torch.autograd.Function):
         return w * 1.0
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        kept = Kept.memory.copy_(gradient)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        kept = Kept.memory.copy_(gradients[0])
         return (kept, kept.view(4, 6), torch.from_numpy(kept.numpy()))[ctx.how], None
 
 
@@ -94,7 +94,7 @@ def wanted(name: str, num_ranks: int) -> list[Tensor]:
     ws = [w.requires_grad_() for w in weights(name)]
     compute = CASES[name][1] if name not in KEPT else lambda x, w: x * w  # torch itself would add up the last one
     loss = loss_of(lambda ws, x: compute(x, *ws))
-    total = sum(loss(ws, examples(rank)) for rank in range(num_ranks)) / num_ranks
+    total = torch.stack([loss(ws, examples(rank)) for rank in range(num_ranks)]).mean()
     gradients = torch.autograd.grad(total, ws, allow_unused=True)
     return [torch.zeros_like(w) if g is None else g.to_dense() for w, g in zip(ws, gradients, strict=True)]
 
@@ -113,7 +113,7 @@ WAYS = ("once", "local", "scatter")
 
 
 def found(
-    rank: int, name: str, mesh_shape: tuple[int, ...], axes: tuple[str, ...], spec: Any, gather: Any, way: str
+    rank: int, name: str, mesh_shape: tuple[int, ...], axes: tuple[str, ...], spec: Any, gather: Any, way: Any
 ) -> list[list[Tensor]]:
     """Returns the whole gradients: eager, recorded, and planned twice."""
     mesh = mesh_of(mesh_shape, axes, axes)
@@ -121,7 +121,7 @@ def found(
     params = hp.shard(weights(name), mesh, spec)
     grad_fn = hp.value_and_grad(loss_of(unit))
     if way != "once":
-        grad_fn = hp.accumulate(grad_fn, 2, mode=way, batch_argnums=1)  # type: ignore[arg-type]
+        grad_fn = hp.accumulate(grad_fn, 2, mode=way, batch_argnums=1)
     step = hp.sharded(grad_fn, mesh, policy=hp.Policy(pack_below_bytes=0))
     results = []
     for call in (grad_fn, step, step, step):
@@ -192,7 +192,7 @@ def twice(rank: int, spec: Any) -> list[list[Tensor]]:
     step = hp.sharded(grad_fn, mesh)
     x = torch.arange(5, dtype=D) + rank
     return [
-        [*optree.tree_leaves(hp.unshard(call(params, x)[1]))]  # type: ignore[arg-type]
+        [*optree.tree_leaves(hp.unshard(call(params, x)[1]))]
         for call in (grad_fn, step, step)
     ]
 
@@ -205,7 +205,7 @@ def test_one_array_at_several_places_of_a_unit(pool: Callable[[int], Pool], spec
         first = (w * x + w**2 + torch.sin(w) * v).sum()
         return first + (w * 2 * x + w**2 + torch.sin(v) * v).sum()
 
-    total = sum(loss(torch.arange(5, dtype=D) + rank) for rank in range(2)) / 2
+    total = torch.stack([loss(torch.arange(5, dtype=D) + rank) for rank in range(2)]).mean()
     right = torch.autograd.grad(total, [v, w])  # in the order of the leaves of a dict
     for results in pool(2).run(twice, spec):
         for gradients in results:
@@ -225,8 +225,8 @@ def test_a_gradient_that_nobody_else_has_is_not_copied() -> None:
             return x @ w
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            x, w = ctx.saved_tensors
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            (gradient,), (x, w) = gradients, ctx.saved_tensors
             of_w = x.T @ gradient
             made.append(of_w.data_ptr())
             return gradient @ w.T, of_w

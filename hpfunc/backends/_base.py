@@ -90,14 +90,28 @@ class Streams(Protocol):
         ...
 
 
+class Inside(Protocol):
+    """The code of a unit that may run again in the middle of its backward, because a checkpoint is inside of it."""
+
+    def begin(self, weights: Callable[[], Sequence[Tensor]]) -> None:
+        """Called when the backward of the unit begins, with what returns its whole weights."""
+        ...
+
+    def end(self) -> None:
+        """Called when it has ended."""
+        ...
+
+
 class UnitUse(Protocol):
     """One call of a unit, as the framework's VJP nodes see it.
 
     Attributes:
+        label: the name of the unit, for messages.
         names: of its weights, for messages.
         trainable: which weights want a gradient.
         released: which weights are dropped after forward, so that autograd must not keep them.
         remat: keep nothing of what the unit computes, and compute it again in backward.
+        inside: what to make ready for code of the unit that runs again by itself; None if that needs nothing.
         needs_backward: set by the tape: the use will have a backward.
         scope: set by the tape: what will call the unit again before its backward (activation checkpointing); equal for
             the uses that it calls together, None if nothing does.
@@ -107,6 +121,7 @@ class UnitUse(Protocol):
     trainable: tuple[bool, ...]
     released: tuple[bool, ...]
     remat: bool
+    inside: Inside | None
     needs_backward: bool
     scope: int | None
 
@@ -114,8 +129,23 @@ class UnitUse(Protocol):
         """Returns the whole weights."""
         ...
 
+    def after_forward(self) -> None:
+        """Called after it, by whoever has called `before_forward`."""
+        ...
+
+    @property
+    def label(self) -> str: ...
+
     def whole(self, index: int) -> Tensor:
         """Returns one of the whole weights again, in backward."""
+        ...
+
+    def inner(self) -> UnitUse | None:
+        """Returns a use without backward, for a differentiation while the loss is computed; None in the run's own."""
+        ...
+
+    def dismiss(self) -> None:
+        """The use will have no backward: its graph is gone."""
         ...
 
     def before_recompute(self) -> list[Tensor]:

@@ -10,11 +10,6 @@ highest
 first: the weights' node is older than all of the unit's operations and younger than everything before the unit, so that
 it runs just between them, also where a unit has no trainable weight.
 
-# Note [Released weights]
-What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by
-its place in the unit; the unpack hook asks the run for the whole weights of the moment. Hooks do not nest in torch, so
-whatever is not a weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
-
 # Note [Recomputation comes first]
 Activation checkpointing recomputes everything inside it when the first tensor that it did not save is asked for. Left
 alone that is in the middle of a unit's backward, and other units would be called within it. So the weights' node saves
@@ -25,6 +20,14 @@ the unit does so there. Calls and backwards of units then follow one another, an
 A checkpoint inside of a unit keeps what its function closes over, and what is no tensor among its arguments, say a dict
 of weights: no hook sees that. These very tensors are what it will compute with again. So a tensor that somebody still
 holds when the unit has returned is emptied, and gets the whole weight of the moment while the unit's backward is open.
+
+# Note [Differentiation inside of the loss]
+A loss may call `torch.autograd.grad` itself: for forces, for a gradient penalty, for an adversarial example. Its engine
+visits gates and the operations of units, and no weights' node, unless weights are differentiated too, which is refused.
+The unit's weights are gathered once more for it, like those of a call without backward, and copied: the copies are the
+caller's memory, and last until that engine ends, or for as long as a graph of second order keeps them. What torch saves
+knows its place in the graph, so the second order reaches the weights' node by itself. A graph that the inner engine
+frees has no other backward: its token is no root any more, and the use expects nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +38,9 @@ from typing import Any, cast
 
 import optree
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks as enclosing_hooks
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import LeafError, UsageError, message
@@ -46,17 +48,20 @@ from . import _torch_borrowed as borrowed
 from ._base import UnitUse
 from ._contract import is_called_by, refusing_writes
 from ._torch_modes import differentiating, ordinary
+from ._torch_saved import Saving, Wholes, during, enclosing_hooks, storage_of
 
 Tensor = torch.Tensor
+_graph_task = torch._C._current_graph_task_id  # of the engine that runs on this thread, -1 if none does
 
 
 class _Wholes(torch.autograd.Function):
     """The whole weights of one use, and a token. See Note [Anchor and tokens]."""
 
     @staticmethod
-    def forward(ctx: Any, use: UnitUse, wholes: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, held: Wholes, wholes: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.use, ctx.outliving = use, _Outliving()
+        use = held.use
+        ctx.use, ctx.held, ctx.outliving = use, held, _Outliving()
         if use.scope is not None:  # see Note [Recomputation comes first]
             ctx.save_for_backward(anchor)
         outputs = tuple(whole.detach() for whole in wholes)
@@ -67,6 +72,7 @@ class _Wholes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         ctx.outliving.empty()
+        ctx.held.end()
         ctx.use.after_backward(borrowed.take(gradients[:-1]))
         return None, None, None
 
@@ -77,17 +83,51 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, use: UnitUse, node: Any, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.use, ctx.node = use, node
+        ctx.use, ctx.node, ctx.is_freed = use, node, False
         return (*(out.detach() for out in outputs), token.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        node, ctx.node = ctx.node, None
-        if ctx.use.scope is not None:
-            _ = node.saved_tensors  # see Note [Recomputation comes first]
-        ctx.use.before_backward()
-        node.outliving.fill(ctx.use)
+        inner = ctx.use.inner()
+        if inner is None:
+            _begin_backward(ctx)
+        else:
+            _begin_inner_backward(ctx, inner)
         return None, None, None, *gradients[:-1]
+
+
+def _begin_backward(gate: Any) -> None:
+    use, node, gate.node = gate.use, gate.node, None
+    if gate.is_freed:
+        hint = "pass retain_graph=True there, or call the unit again for the loss"
+        rule = f"torch.autograd.grad inside of the loss freed the graph of the unit {use.label!r}, which the loss uses"
+        raise UsageError(message("hpfunc.unit", rule, hint=hint))
+    if use.scope is not None:
+        _ = node.saved_tensors  # see Note [Recomputation comes first]
+    use.before_backward()
+    node.outliving.fill(node.held)
+    node.held.begin()
+
+
+def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
+    """See Note [Differentiation inside of the loss]."""
+    use, node = gate.use, gate.node
+    copies = [whole.clone() for whole in inner.before_forward()]
+    inner.after_forward()
+    node.held.at_hand = copies
+    node.outliving.fill(node.held)
+    node.held.begin()
+    if use.scope is not None:
+        _ = node.saved_tensors
+
+    def end() -> None:
+        node.held.end()
+        node.outliving.empty()
+
+    cast(Any, torch.autograd.Variable._execution_engine).queue_callback(end)
+    if not keeps_graph():
+        gate.is_freed = True
+        use.dismiss()
 
 
 class _Outliving:
@@ -107,11 +147,11 @@ class _Outliving:
             if (weight := ref()) is not None:
                 weight.data = weight.data.new_empty(0)
 
-    def fill(self, use: UnitUse) -> None:
+    def fill(self, held: Wholes) -> None:
         """Gives them the whole weights of the moment."""
         for i, ref in self.refs:
             if (weight := ref()) is not None:
-                weight.data = use.whole(i)
+                weight.data = held[i]
 
 
 class _Linear(torch.autograd.Function):
@@ -160,14 +200,10 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
-    owners = {_storage(whole): name for name, whole in zip(names, wholes, strict=True)}
-    tensors = [leaf for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    escaped = [owners[_storage(t)] for t in tensors if _storage(t) in owners]
+    owners = {storage_of(whole): name for name, whole in zip(names, wholes, strict=True)}
+    storages = [storage_of(leaf) for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    escaped = [owners[storage] for storage in storages if storage in owners]
     if escaped:
         hint = "return a copy (`w.clone()`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
         raise UsageError(
@@ -185,17 +221,18 @@ def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[
 
 
 def _recording(
-    fn: Callable[..., Any], use: UnitUse, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
+    fn: Callable[..., Any], held: Wholes, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
 ) -> Any:
     """Calls ``fn(weights, ...)``, which autograd records without keeping the whole weights; refuses what may not be."""
-    with refusing_writes(wholes, use.names), saved_tensors_hooks(*_release_hooks(use, wholes)):
-        outputs = fn(weights, *args, **kwargs)
-    _refuse_escapes(wholes, outputs, use.names)
+    names = held.use.names
+    with refusing_writes(wholes, names):
+        outputs = during(held, wholes, lambda: fn(weights, *args, **kwargs))
+    _refuse_escapes(wholes, outputs, names)
     return outputs
 
 
 def _forgetting(
-    fn: Callable[..., Any], use: UnitUse, wholes: Sequence[Tensor], weights: Sequence[Tensor], anchor: Tensor,
+    fn: Callable[..., Any], held: Wholes, wholes: Sequence[Tensor], weights: Sequence[Tensor], anchor: Tensor,
     args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
     """The same, and nothing but the tensors among the arguments is kept: the rest is computed again in backward.
@@ -215,15 +252,16 @@ def _forgetting(
         for i, tensor in zip(places, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
-        wholes, weights = first.pop() if first else _detached(use)
-        return _recording(fn, use, wholes, weights, args, kwargs)
+        wholes, weights = first.pop() if first else _again(held)
+        return _recording(fn, held, wholes, weights, args, kwargs)
 
-    return checkpoint(call, anchor, *tensors, use_reentrant=False)
+    with Saving(held, ()).hooks():  # for the arguments, which checkpointing saves
+        return checkpoint(call, anchor, *tensors, use_reentrant=False)
 
 
-def _detached(use: UnitUse) -> tuple[list[Tensor], list[Tensor]]:
-    wholes = [use.whole(i) for i in range(len(use.names))]
-    return wholes, [w.detach().requires_grad_(trains) for w, trains in zip(wholes, use.trainable, strict=True)]
+def _again(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
+    weights = held.detached()
+    return [weight.detach() for weight in weights], weights
 
 
 class TorchTape:
@@ -232,6 +270,7 @@ class TorchTape:
     def __init__(self, device: str) -> None:
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._tokens: list[Tensor] = []
+        self._graph_task = _graph_task()
         self.leaves: list[Tensor] = []
 
     def close(self) -> None:
@@ -256,6 +295,10 @@ class TorchTape:
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
+        if _graph_task() != self._graph_task:
+            rule = f"the unit {use.label!r} is computed again for a differentiation inside of the loss"
+            hint = "recompute by units, hpfunc.unit(fn, remat=True), in the place of a checkpoint around them"
+            raise UsageError(message("hpfunc.unit", rule, hint=hint))
         outputs, token = self._call(fn, use, use.before_forward(), args, kwargs)
         if token is None:
             return outputs
@@ -286,11 +329,12 @@ class TorchTape:
             return use_plain(fn, wholes, use.names, *args, **kwargs), None
         enclosing = enclosing_hooks(True)
         use.scope = id(enclosing[1]) if enclosing else None
-        *weights, token = _Wholes.apply(use, wholes, self._anchor)
+        held = Wholes(use)
+        *weights, token = _Wholes.apply(held, wholes, self._anchor)
         token.grad_fn.outliving.give(use, weights)
         if use.remat:
-            return _forgetting(fn, use, wholes, weights, self._anchor, args, kwargs), token
-        return _recording(fn, use, wholes, weights, args, kwargs), token
+            return _forgetting(fn, held, wholes, weights, self._anchor, args, kwargs), token
+        return _recording(fn, held, wholes, weights, args, kwargs), token
 
     @differentiating()
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
@@ -303,32 +347,10 @@ class TorchTape:
             raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
         roots = [loss] if loss.requires_grad else []
         seeds = [torch.ones_like(loss)] if loss.requires_grad else []
-        roots += self._tokens
-        seeds += [torch.zeros_like(token) for token in self._tokens]
+        tokens = [token for token in self._tokens if not cast(Any, token.grad_fn).is_freed]
+        roots += tokens
+        seeds += [torch.zeros_like(token) for token in tokens]
         if not roots:
             return [None] * len(self.leaves)
         gradients = torch.autograd.grad(roots, [self._anchor, *self.leaves], seeds, allow_unused=True)
         return list(gradients[1:])
-
-
-def _release_hooks(use: UnitUse, wholes: Sequence[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """See Note [Released weights]."""
-    place = {_storage(whole): i for i, whole in enumerate(wholes) if use.released[i]}
-    enclosing = enclosing_hooks(True)
-
-    def pack(tensor: Tensor) -> Any:
-        index = place.get(_storage(tensor))
-        if index is not None:
-            return index, tensor.shape, tensor.stride(), tensor.storage_offset()
-        # A node that keeps its own output, as it is, would keep itself alive: no collector sees that circle.
-        return (enclosing[0](tensor),) if enclosing else tensor.detach()
-
-    def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, tuple):
-            return saved
-        if len(saved) == 1:
-            return enclosing[1](saved[0])
-        index, shape, stride, offset = saved
-        return use.whole(index).as_strided(shape, stride, offset)
-
-    return pack, unpack

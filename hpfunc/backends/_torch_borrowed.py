@@ -84,7 +84,7 @@ def _lent(use: Callable[..., Tensor]) -> list[tuple[int, ...]]:
 
 @cache
 def _alone() -> frozenset[tuple[int, ...]]:
-    """Returns what `_holders` says of gradients that nobody else has; nothing if that does not tell them from others."""
+    """Returns what `_holders` says of gradients that nobody else has; nothing if others look alike."""
     kept: list[Tensor] = []
 
     def keeping(how: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:

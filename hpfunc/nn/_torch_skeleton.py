@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,12 @@ from torch.utils import _pytree as pytree
 
 from .._array import ShardedArray, is_sharded
 from .._errors import UsageError, message
-from .._unit import unit
+from .._unit import unit_around
 from ..backends._torch_autograd import enclosing_hooks
 from ..backends._torch_init import is_abstract
 from ._choose import Choice
-from ._slots import NAME, Part, Slot, computing, current_call, filled, owners_of_hooks, refuse_writes, set_modes
+from ._slots import NAME, Part, Slot, computing, current_call, filled, owners_of_hooks, refuse_writes
+from ._torch_inside import Home, Reopening
 from ._torch_stand_in import Call, StandIn
 
 Tensor = torch.Tensor
@@ -85,8 +86,10 @@ class Skeleton:
         self.choice, self.params, self._remat = choice, tuple(params), remat
         self.frozen = frozenset(path for path, x in params.items() if not x.requires_grad)
         self._modules = tuple(self.module.modules())
+        self._home = Home(self._modules)
         self._names = {id(x): path for path, x in initial.items()}
         self._buffers = self._slots(self._modules, "_buffers")
+        self._settle(initial)
         self._repeated: Call | None = None
         self._compared: set[tuple[tuple[bool, ...], str]] = set()
         self.modes = self._read_modes()
@@ -94,12 +97,20 @@ class Skeleton:
         for path, _ in choice.units:
             self._make_unit(path, named[path])
 
+    def _settle(self, initial: Tensors) -> None:
+        # A call gets buffers of its own. Outside of one nobody may read, or write into, those of the start.
+        for slot in self._buffers:
+            slot.tensors[slot.name] = StandIn.of(slot.path, initial[slot.path], self._home, is_param=False)
+        for slot in self._slots(self._modules, "_parameters"):
+            cast(StandIn, slot.tensors[slot.name]).home = self._home
+
     def _read_modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
         """Returns what becomes of modes when the module's method `change` is called."""
-        set_modes(enumerate(self._modules), modes)
+        self._home.take(modes)
+        self._home.modes = None
         getattr(self.module, change)()
         return self._read_modes()
 
@@ -120,12 +131,13 @@ class Skeleton:
 
     def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
         """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
+        self._home.close()
         held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
         call.placed = {path: (x, x._version) for path, x in held.items()}
         token = current_call.set(call)
         try:
             with filled(self._buffers, held):
-                set_modes(enumerate(self._modules), call.modes)
+                self._home.take(call.modes)
                 method = self.module if entry == "forward" else getattr(self.module, entry)
                 outputs = method(*args, **kwargs)
                 after = {slot.path: slot.tensors[slot.name] for slot in self._buffers}
@@ -174,7 +186,11 @@ class Skeleton:
         if enclosing_hooks(True):
             self._repeated = call
         weights = {slot.path: call.params[slot.path] for slot in part.weights}
-        buffers = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
+        if is_repeated:
+            buffers = call.starts[part.path]
+        else:
+            buffers = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
+            call.starts.setdefault(part.path, buffers)
         spec: Any = None
         changed: set[str] = set()
 
@@ -186,7 +202,8 @@ class Skeleton:
 
         run = body
         if any(is_sharded(x) for x in weights.values()):
-            run = unit(body, name=part.path, remat=self._remat)
+            inside = Reopening(self._home, part, call.modes, buffers)
+            run = unit_around(body, part.path, self._remat, inside=inside)
         leaves, after = run(weights, buffers, args, kwargs)
         if after and not is_repeated:
             call.changed |= changed

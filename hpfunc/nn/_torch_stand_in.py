@@ -1,4 +1,4 @@
-"""Stand-ins: what a module's copy has in the place of its parameters, and the call that knows their values."""
+"""Stand-ins: what a module's copy has in the place of its tensors, and the call that knows their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from .._array import is_sharded
 from .._unit import unit
 from ..backends._torch_autograd import enclosing_hooks
-from ._slots import current_call, refuse_writes, whole_of
+from ._slots import current_call, current_unit, refuse_writes, whole_of
+from ._torch_inside import Home
 
 Tensor = torch.Tensor
 
@@ -33,18 +34,25 @@ _PLACE = {*_getters("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device
 
 
 class StandIn(Tensor):
-    """A parameter without values: shape and dtype, and whatever needs more gathers it for the call that runs."""
+    """A parameter, or a buffer outside of calls, without values: shape and dtype. Whatever needs more asks for them."""
 
     path: str
-    _is_param = True  # isinstance(x, torch.nn.Parameter) asks for it
+    home: Home | None
+    _is_param: bool  # isinstance(x, torch.nn.Parameter) asks for it
 
     @staticmethod
-    def of(path: str, parameter: Tensor) -> StandIn:
-        """Returns that of a parameter."""
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        made = Tensor._make_subclass(StandIn, empty, parameter.requires_grad)
-        made.path = path
+    def of(path: str, tensor: Tensor, home: Home | None = None, *, is_param: bool = True) -> StandIn:
+        """Returns that of a parameter, or of a buffer."""
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(StandIn, empty, tensor.requires_grad)
+        made.path, made.home, made._is_param = path, home, is_param
         return made
+
+    def value(self) -> Tensor:
+        """Returns the values."""
+        opened = self.home.open if self.home is not None and current_unit.get() is None else None
+        found = None if opened is None else opened.value(self.path)
+        return whole_of(self.path) if found is None else found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +62,7 @@ class StandIn(Tensor):
             call = current_call.get()
             if func in _PLACE:
                 return func(torch.empty(0, device=call.device if call else "cpu"), *args[1:])
-        args, kwargs = pytree.tree_map_only(StandIn, lambda x: whole_of(x.path), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(StandIn, StandIn.value, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -72,6 +80,7 @@ class Call:
         wholes: parameters that were used outside of their units, with their versions; by path and grad mode.
         placed: the buffers as the copy holds them, with their versions; by path.
         changed: paths of buffers that units changed.
+        starts: the buffers of each unit before its first use.
     """
 
     params: Mapping[str, Any]
@@ -80,6 +89,7 @@ class Call:
     wholes: dict[tuple[str, bool], tuple[Tensor, int]] = field(default_factory=dict)
     placed: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    starts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def whole(self, path: str) -> Tensor:
         """Returns a parameter's values, for use outside of the unit that it belongs to: as a unit of its own."""

@@ -7,7 +7,16 @@ import re
 import pytest
 
 import hpfunc as hp
-from tests.errors import test_debug, test_meshes, test_modes, test_modules, test_policies, test_steps, test_values
+from tests.errors import (
+    test_autograd,
+    test_debug,
+    test_meshes,
+    test_modes,
+    test_modules,
+    test_policies,
+    test_steps,
+    test_values,
+)
 from tests.errors.judge import GOLDEN
 
 WARNINGS = {"nothing_can_be_hidden", "one_unit_holds_most_of_the_weights", "the_whole_model_is_one_unit"}
@@ -15,7 +24,16 @@ FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))
 
 
 def test_each_text_has_its_test() -> None:
-    modules = (test_values, test_steps, test_policies, test_debug, test_modules, test_meshes, test_modes)
+    modules = (
+        test_values,
+        test_steps,
+        test_policies,
+        test_debug,
+        test_modules,
+        test_meshes,
+        test_modes,
+        test_autograd,
+    )
     cases = [name for module in modules for name in module.CASES]
     assert len(set(cases)) == len(cases)
     assert set(FILES) == set(cases) | WARNINGS

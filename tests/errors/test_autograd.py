@@ -1,0 +1,102 @@
+"""What torch's autograd is asked for in a loss and cannot be given: exact texts, on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hpfunc as hp
+from tests.errors.judge import check_texts, mesh, params, texts_of
+
+Tensor = torch.Tensor
+
+
+def _linear(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] + p["b"]
+
+
+def _differentiating(loss: Any, x: Tensor | None = None) -> Any:
+    kept = params()
+    return lambda: hp.value_and_grad(loss)(kept, torch.ones(3, 4) if x is None else x), kept
+
+
+def _differentiable() -> Tensor:
+    return torch.ones(3, 4, requires_grad=True)
+
+
+# --- writes -----------------------------------------------------------------------------------------------------------
+def a_write_into_what_a_unit_saved(rank: int) -> Any:
+    layer = hp.unit(_linear, name="layer")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        h = layer(p["layers"][0], x)
+        h += layer(p["layers"][1], h)
+        return h.sum()
+
+    return _differentiating(loss)
+
+
+def a_write_into_an_argument_that_is_used_again(rank: int) -> Any:
+    layer = hp.unit(_linear, name="layer", remat=True)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        y = layer(p["layers"][0], x).sin()
+        x.add_(1)
+        return y.sum()
+
+    return _differentiating(loss)
+
+
+# --- complex numbers --------------------------------------------------------------------------------------------------
+def a_complex_weight_that_is_differentiated(rank: int) -> Any:
+    kept = hp.shard({"w": torch.ones(4, 4, dtype=torch.complex64), "n": torch.ones(4).int()}, mesh(), hp.P("shard"))
+    return lambda: hp.grad(hp.unit(lambda p: p["w"].abs().sum()))(kept), kept
+
+
+# --- differentiation inside of the loss -------------------------------------------------------------------------------
+def a_backward_inside_of_the_loss(rank: int) -> Any:
+    layer = hp.unit(_linear, name="layer")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        y = layer(p["layers"][0], x).sum()
+        y.backward()
+        return y
+
+    return _differentiating(loss)
+
+
+def a_graph_that_the_loss_has_freed(rank: int) -> Any:
+    layer = hp.unit(lambda p, x: x.sin() + p["b"], name="layer")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        y = layer(p["layers"][0], x + 0)
+        (force,) = torch.autograd.grad(y.sum(), x)
+        return (y + force).sum()
+
+    return _differentiating(loss, _differentiable())
+
+
+def a_checkpointed_unit_that_the_loss_differentiates(rank: int) -> Any:
+    layer = hp.unit(_linear, name="layer")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        y = checkpoint(lambda h: layer(p["layers"][0], h).sin(), x, use_reentrant=False)
+        (force,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return force.square().sum()
+
+    return _differentiating(loss, _differentiable())
+
+
+CASES: dict[str, Any] = {
+    name: value
+    for name, value in list(globals().items())
+    if callable(value) and getattr(value, "__module__", None) == __name__ and not name.startswith("_")
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refusals(name: str) -> None:
+    check_texts(texts_of(CASES[name]), name)
