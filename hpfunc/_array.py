@@ -24,14 +24,23 @@ class Tracker(Protocol):
         ...
 
 
-class _Owner:
-    """Who may still read a local tensor. Handles of one array share it."""
+class Owner:
+    """Who may still read a local tensor. Handles of one array share it: equal to itself only, so it is a key for it."""
 
-    __slots__ = ("consumed_by", "local")
+    __slots__ = ("__weakref__", "consumed_by", "local")
 
     def __init__(self, local: Any) -> None:
         self.local = local
         self.consumed_by: str | None = None
+
+
+class Step:
+    """Stands for one call of a step: what was said of an array in another one is not said of it in this one."""
+
+    __slots__ = ()
+
+
+Origin = tuple[int, Step]
 
 
 @lru_cache(maxsize=4096)
@@ -52,9 +61,9 @@ class ShardedArray:
 
     __slots__ = ("_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
     layout: Layout
-    _owner: _Owner
+    _owner: Owner
     _tracker: Tracker | None
-    _origin: int | None
+    _origin: Origin | None
     _donated: bool
     _row: tuple[ShardedArray, int] | None
     _trains: bool | None
@@ -62,15 +71,15 @@ class ShardedArray:
     def __init__(
         self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh, *, trains: bool | None = None
     ) -> None:
-        self._set(_Owner(local), layout_of(tuple(shape), spec, mesh), trains=trains)
+        self._set(Owner(local), layout_of(tuple(shape), spec, mesh), trains=trains)
 
     def _set(
         self,
-        owner: _Owner,
+        owner: Owner,
         layout: Layout,
         *,
         tracker: Tracker | None = None,
-        origin: int | None = None,
+        origin: Origin | None = None,
         donated: bool = False,
         row: tuple[ShardedArray, int] | None = None,
         trains: bool | None = None,
@@ -162,7 +171,7 @@ class ShardedArray:
     def with_local(self, local: Any) -> ShardedArray:
         """Returns an array with the same shape, spec and mesh, and other values; frozen if this one is."""
         array = object.__new__(ShardedArray)
-        array._set(_Owner(local), self.layout, trains=self._trains)
+        array._set(Owner(local), self.layout, trains=self._trains)
         return array
 
     def __getitem__(self, index: int) -> ShardedArray:
@@ -191,7 +200,7 @@ class ShardedArray:
         row, index = object.__new__(ShardedArray), index % self.shape[0]
         layout = layout_of(self.shape[1:], spec, self.mesh)
         row._set(
-            _Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index), trains=self._trains
+            Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index), trains=self._trains
         )
         return row
 
@@ -203,7 +212,7 @@ class ShardedArray:
         return root, (*rows, self._row[1])
 
     def _handle(
-        self, *, tracker: Tracker | None = None, origin: int | None = None, donated: bool = False
+        self, *, tracker: Tracker | None = None, origin: Origin | None = None, donated: bool = False
     ) -> ShardedArray:
         """Returns another handle to the same memory; that of a row is no row any more, and is never donated."""
         if self._row is not None:

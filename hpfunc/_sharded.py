@@ -110,7 +110,7 @@ class ShardedStep:
         known = self._known.get(signature)
         if known is None:
             known = self._known[signature] = self._admit(session, args, kwargs, leaves)
-        filled, arrays = self._fill(leaves, known)
+        filled, arrays = self._fill(session, leaves, known)
         session.names = known.names
         session.review = functools.partial(self._review, measures=True)
         expected = self._expect(session, known)
@@ -127,6 +127,8 @@ class ShardedStep:
             session.abandon()
             session.control.fail(error)
             raise
+        finally:
+            session.close()
         self.last_counters = self._backend.counters.since(counted)
         return outputs
 
@@ -147,7 +149,7 @@ class ShardedStep:
             session.review = functools.partial(self._review, measures=False)
             known = self._admit(session, args, kwargs, leaves)
             session.names = known.names
-            filled, _ = self._fill([_abstract(leaf, convert) for leaf in leaves], known)
+            filled, _ = self._fill(session, [_abstract(leaf, convert) for leaf in leaves], known)
             new_args, new_kwargs = unflatten(treedef, filled)
             with session_scope(session), use_mesh(self.mesh):
                 self._fn(*new_args, **new_kwargs)
@@ -236,12 +238,14 @@ class ShardedStep:
         specs += [None] * (len(leaves) - len(specs))
         return _Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
 
-    def _fill(self, leaves: Sequence[Any], known: _Known) -> tuple[list[Any], dict[int, ShardedArray]]:
+    def _fill(
+        self, session: Session, leaves: Sequence[Any], known: _Known
+    ) -> tuple[list[Any], dict[int, ShardedArray]]:
         """Returns the leaves as the step sees them: arrays know their origin, global tensors are cut."""
         filled, arrays = list(leaves), {}
         for i, (leaf, spec) in enumerate(zip(leaves, known.specs, strict=True)):
             if is_sharded(leaf):
-                filled[i] = arrays[i] = leaf._handle(origin=i, donated=i in known.donated)
+                filled[i] = arrays[i] = leaf._handle(origin=(i, session.step), donated=i in known.donated)
             elif spec is not None and self._backend.is_tensor(leaf):
                 filled[i] = leaf[layout_of(tuple(leaf.shape), spec, self.mesh).local_slices(self.mesh.coordinate)]
         return filled, arrays

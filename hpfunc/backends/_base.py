@@ -108,7 +108,7 @@ class UnitUse(Protocol):
     released: tuple[bool, ...]
     remat: bool
     needs_backward: bool
-    scope: int | None
+    scope: object
 
     def before_forward(self) -> list[Tensor]:
         """Returns the whole weights."""

@@ -199,7 +199,7 @@ class TorchBackend:
 
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
         on_host = device == "cpu" or purpose == "control"
-        key = (ranks, purpose, on_host)
+        key = (ranks, purpose, on_host, timeout_s)  # meshes over the same ranks may wait for different times
         if key not in self._groups:
             if not dist.is_initialized():
                 raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))

@@ -93,6 +93,7 @@ class Skeleton:
         named = dict(self.module.named_modules())
         for path, _ in choice.units:
             self._make_unit(path, named[path])
+        del self._names  # by identity, of tensors that are held until here only
 
     def _read_modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)

@@ -124,11 +124,11 @@ def _check(weights: Leaves) -> None:
         if not bad and flatten(weights.whole, is_sharded)[0]:
             rule, hint = "every array of params is frozen", "hpfunc.unfreeze(params, where) makes arrays trainable"
         raise LeafError(message(_NAME, rule, bad, hint=hint))
-    seen, mesh = Counter(id(x._owner) for x in weights.leaves), weights.leaves[0].mesh
+    seen, mesh = Counter(x._owner for x in weights.leaves), weights.leaves[0].mesh
     faults = {
         "a weight lies on another mesh": lambda x: x.mesh != mesh,
         "a weight is a row of an array": lambda x: x._row is not None,
-        "a weight stands at two places of the tree": lambda x: seen[id(x._owner)] > 1,
+        "a weight stands at two places of the tree": lambda x: seen[x._owner] > 1,
     }
     for rule, is_fault in faults.items():
         if bad := [f"{path}: {describe(x)}" for path, x in pairs if is_fault(x)]:

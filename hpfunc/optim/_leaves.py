@@ -178,8 +178,8 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     places of the tree is copied for each, and so is one whose elements share memory.
     """
     values = leaves.locals
-    seen = Counter(id(leaf._owner) for leaf in leaves.leaves if is_sharded(leaf))
-    kept = [is_sharded(x) and x.is_donated and seen[id(x._owner)] == 1 for x in leaves.leaves]
+    seen = Counter(leaf._owner for leaf in leaves.leaves if is_sharded(leaf))
+    kept = [is_sharded(x) and x.is_donated and seen[x._owner] == 1 for x in leaves.leaves]
     copies = iter(ops.copy([value for value, keep in zip(values, kept, strict=True) if not keep]))
     pairs = zip(leaves.leaves, kept, strict=True)
     return ops.writable([leaf._consume(function) if keep else next(copies) for leaf, keep in pairs])

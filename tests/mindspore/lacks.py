@@ -189,6 +189,7 @@ NOT_HERE = {
     "docs.test_code_blocks": "the pages are written for torch",
     "examples": "these start processes of their own; test_train_text, test_fsdp_demo",
     "errors.test_failures": "the control group is the same one over gloo, for both frameworks",
+    "test_names": "names and keys are the core's, the same for each framework",
     "test_probe": "what it measures is gloo, for both frameworks",
     "test_ranks": "the pool itself",
     "values.test_world": "the same gloo world; test_launch",
