@@ -35,6 +35,7 @@ class Standing:
             board refer to.
         generation: number of failures, of which all ranks know when they communicate again.
         is_broken: the last thing that these ranks did together has failed.
+        num_arrays: number of arrays made together since the last failure.
         left: where this rank left its plans, the last few: the note of a slow peer may still be that of an earlier one.
     """
 
@@ -42,6 +43,7 @@ class Standing:
     position: int = 0
     generation: int = 0
     is_broken: bool = False
+    num_arrays: int = 0
     left: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=8))
 
 
@@ -138,6 +140,12 @@ class Control:
         self.standing.step += 1
         self.standing.position = 0
 
+    def births(self, count: int) -> list[tuple[int, int]]:
+        """Returns what tells arrays that all ranks make together from all others; called once they have agreed."""
+        first = self.standing.num_arrays
+        self.standing.num_arrays += count
+        return [(self.generation, first + i) for i in range(count)]
+
     def leave(self, text: str) -> None:
         """Notes that this rank leaves its plan here."""
         self.standing.left.append((self.standing.step, self.standing.position))
@@ -155,7 +163,7 @@ class Control:
             standing.generation += 1
             standing.is_broken = False
             # A rank that heard of the failure late has begun more steps: all count anew.
-            standing.step, standing.position = 0, 0
+            standing.step, standing.position, standing.num_arrays = 0, 0, 0
             standing.left.clear()
 
     def poll(self, label: str, elapsed_s: float) -> None:

@@ -59,7 +59,7 @@ class ShardedArray:
         layout: how it is cut.
     """
 
-    __slots__ = ("_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
+    __slots__ = ("_born", "_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
     layout: Layout
     _owner: Owner
     _tracker: Tracker | None
@@ -67,6 +67,7 @@ class ShardedArray:
     _donated: bool
     _row: tuple[ShardedArray, int] | None
     _trains: bool | None
+    _born: tuple[int, ...] | None
 
     def __init__(
         self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh, *, trains: bool | None = None
@@ -83,6 +84,7 @@ class ShardedArray:
         donated: bool = False,
         row: tuple[ShardedArray, int] | None = None,
         trains: bool | None = None,
+        born: tuple[int, ...] | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "_owner", owner)
@@ -92,6 +94,7 @@ class ShardedArray:
         put(self, "_donated", donated)
         put(self, "_row", row)
         put(self, "_trains", trains)
+        put(self, "_born", born)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ShardedArray is immutable; cannot set {name!r}")
@@ -165,13 +168,14 @@ class ShardedArray:
             donated=self._donated,
             row=self._row,
             trains=trains,
+            born=self._born,
         )
         return handle
 
     def with_local(self, local: Any) -> ShardedArray:
         """Returns an array with the same shape, spec and mesh, and other values; frozen if this one is."""
         array = object.__new__(ShardedArray)
-        array._set(Owner(local), self.layout, trains=self._trains)
+        array._set(Owner(local), self.layout, trains=self._trains, born=self._born)
         return array
 
     def __getitem__(self, index: int) -> ShardedArray:
@@ -199,8 +203,15 @@ class ShardedArray:
         spec = PartitionSpec(*self.spec.entries[1:], unreduced=self.spec.unreduced)
         row, index = object.__new__(ShardedArray), index % self.shape[0]
         layout = layout_of(self.shape[1:], spec, self.mesh)
+        born = None if self._born is None else (*self._born, index)
         row._set(
-            Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index), trains=self._trains
+            Owner(None),
+            layout,
+            tracker=self._tracker,
+            origin=self._origin,
+            row=(self, index),
+            trains=self._trains,
+            born=born,
         )
         return row
 
@@ -218,7 +229,15 @@ class ShardedArray:
         if self._row is not None:
             return self.with_local(self._value)._handle(tracker=tracker, origin=origin)
         handle = object.__new__(ShardedArray)
-        handle._set(self._owner, self.layout, tracker=tracker, origin=origin, donated=donated, trains=self._trains)
+        handle._set(
+            self._owner,
+            self.layout,
+            tracker=tracker,
+            origin=origin,
+            donated=donated,
+            trains=self._trains,
+            born=self._born,
+        )
         return handle
 
     def _consume(self, by: str) -> Any:
@@ -232,6 +251,12 @@ class ShardedArray:
             return f"ShardedArray(shape={self.shape}, spec={self.spec}, donated to {self._owner.consumed_by})"
         frozen = ", frozen" if self.is_frozen else ""
         return f"ShardedArray(shape={self.shape}, dtype={getattr(self._value, 'dtype', '?')}, spec={self.spec}{frozen})"
+
+
+def born(array: ShardedArray, birth: tuple[int, ...]) -> ShardedArray:
+    """Returns a new array, of which all ranks say that it is this one. See Note [Births]."""
+    object.__setattr__(array, "_born", birth)
+    return array
 
 
 def is_sharded(value: Any) -> bool:

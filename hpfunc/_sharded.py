@@ -23,6 +23,7 @@ from ._policy import Policy
 from ._predict import predict
 from ._probe import settle
 from ._program import Program, Unit, dotted
+from ._replicas import DRIFTED, compare_births, compare_replicas
 from ._run import Session, session_scope
 from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
@@ -97,7 +98,8 @@ class ShardedStep:
         Raises:
             SpecError, LeafError, DonatedError: arguments do not fit; on all ranks, before anything is sent.
             PolicyError: the policy does not fit what the step does; before anything is updated.
-            AgreementError: ranks run different programs.
+            LeafError: ranks hold different values of one part of an argument (a call that records, or ``debug=True``).
+            AgreementError: ranks run different programs, or pass different arrays.
             PeerError: another rank failed or did not answer.
 
         Communication: as the schedule says; on a call that records, a digest before each event, and for a
@@ -114,7 +116,10 @@ class ShardedStep:
         session.names = known.names
         session.review = functools.partial(self._review, measures=True)
         expected = self._expect(session, known)
-        if (prepared := self._plans.get(expected)) is not None:
+        prepared = self._plans.get(expected)
+        if self._debug or prepared is None:
+            self._compare(session, known, arrays)
+        if prepared is not None:
             session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
         try:
@@ -209,6 +214,13 @@ class ShardedStep:
             session.control.leave("it was called with arguments of other shapes, specs or structure than before")
         with agreeing(self.mesh, _NAME, lambda: "\n".join(described)):
             return self._check(args, names, leaves)
+
+    def _compare(self, session: Session, known: _Known, arrays: dict[int, ShardedArray]) -> None:
+        """Compares with all ranks which arrays the arguments are, and their values where several ranks hold them."""
+        named = [(known.names[i], array) for i, array in arrays.items()]
+        session.control.agree(_NAME, lambda: "\n".join(f"{name}: {describe(array)}" for name, array in named))
+        compare_births(_NAME, named, self.mesh)
+        compare_replicas(_NAME, named, self.mesh, DRIFTED)
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         known = _positional_names(self._fn)
@@ -353,7 +365,9 @@ def sharded(
         policy: how to schedule.
         donate_argnums: positional arguments whose arrays may be updated in place. Their handles are consumed by
             the first such update, at the latest when the step returns, and then raise `DonatedError`.
-        debug: look for mistakes, at the price of time. Freed buffers are filled with NaN. The cotangent of each `psum`
+        debug: look for mistakes, at the price of time. Arguments are compared before they are used, as the first call
+            compares them: which arrays they are, and parts that several ranks hold alike
+            (`hpfunc.debug.check_replicas`). Freed buffers are filled with NaN. The cotangent of each `psum`
             and the argument of each `pvary` are compared along their axes, and gradients along the axes without data
             that do not cut them; 8 bytes from each rank each time. Different bits are a `UsageError` on all ranks.
 

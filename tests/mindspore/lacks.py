@@ -192,6 +192,7 @@ NOT_HERE = {
     "test_names": "names and keys are the core's, the same for each framework",
     "test_probe": "what it measures is gloo, for both frameworks",
     "test_ranks": "the pool itself",
+    "test_replicas": "what is compared are bits in host memory, by the core; errors.test_steps runs here",
     "values.test_world": "the same gloo world; test_launch",
     "values.test_array": "arrays with torch's tensors in one process; test_laws",
     "laws.test_named": "test_laws has the same judge",
