@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +18,13 @@ from ._tree import paths
 
 
 class Tracker(Protocol):
-    """The `value_and_grad` run that differentiates an array."""
+    """The `value_and_grad` run that differentiates an array.
+
+    Attributes:
+        state: ``"done"`` when it has ended.
+    """
+
+    state: str
 
     def local(self, array: ShardedArray) -> Any:
         """Returns the array's own part as a tensor whose uses are differentiated."""
@@ -27,10 +34,11 @@ class Tracker(Protocol):
 class Owner:
     """Who may still read a local tensor. Handles of one array share it: equal to itself only, so it is a key for it."""
 
-    __slots__ = ("__weakref__", "consumed_by", "local")
+    __slots__ = ("__weakref__", "consumed_by", "local", "writes")
 
     def __init__(self, local: Any) -> None:
         self.local = local
+        self.writes: int | None = None  # see Note [Noticing writes]
         self.consumed_by: str | None = None
 
 
@@ -245,6 +253,52 @@ class ShardedArray:
         local = self._value
         self._owner.consumed_by, self._owner.local = by, None
         return local
+
+    # --- what it is not: a plain tensor -----------------------------------------------------------------------------
+    def __copy__(self) -> ShardedArray:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedArray:
+        """Returns an array with memory of its own."""
+        if self._tracker is not None and self._tracker.state != "done":
+            hint = "a copy would have no gradient: use the array itself, or copy it before value_and_grad"
+            raise self._refusal("an array is copied while it is differentiated", hint)
+        return self.with_local(copy.deepcopy(self._value, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        hint = (
+            "hpfunc.checkpoint.save writes the arrays of all ranks, and load reads them on any mesh; "
+            "hpfunc.unshard(array) is a plain tensor, for torch.save or another process"
+        )
+        raise self._refusal("an array cannot be pickled: this rank has a part of it only", hint)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        hint = "hpfunc.unshard(array).numpy() has all values, hpfunc.interop.to_numpy(array) this rank's part"
+        raise self._refusal("an array is no numpy array: this rank has a part of it only", hint)
+
+    def __bool__(self) -> bool:
+        hint = "ask `array is not None`, or for a value: bool(hpfunc.unshard(array))"
+        raise self._refusal("an array has no truth value", hint)
+
+    def __eq__(self, other: object) -> Any:
+        if self is other:
+            return True
+        if not isinstance(other, int | float | complex) and getattr(other, "shape", None) is None:
+            return NotImplemented
+        hint = "`is` compares arrays as objects; compare values of hpfunc.unshard(array), or of `.local`"
+        raise self._refusal("`==` and `!=` do not look at the values of an array", hint)
+
+    __hash__ = object.__hash__
+
+    def __len__(self) -> int:
+        if not self.shape or self.spec.dim_axes(0):
+            hint = "array.shape has its global sizes; hpfunc.unshard(array) is a plain tensor"
+            rule = "an array is no sequence unless its first dim is whole"
+            raise LeafError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
+        return self.shape[0]
+
+    def _refusal(self, rule: str, hint: str) -> UsageError:
+        return UsageError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
 
     def __repr__(self) -> str:
         if self._owner.consumed_by is not None:

@@ -17,6 +17,7 @@ from ._mesh import Mesh, PartitionSpec, did_you_mean
 from ._numerics import dtype_name
 from ._random import numbers_of_one_process
 from ._tree import broadcast_prefix, flatten, paths, unflatten
+from ._writes import watch
 from .backends import uncompiled
 
 Tensor = Any
@@ -79,7 +80,7 @@ def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, trains: bool | None = N
     part = backend.detach(tensor)[layout.local_slices(mesh.coordinate)]
     local = backend.empty(tuple(part.shape), backend.dtype_name(tensor), mesh.device)
     backend.copy(local, part)
-    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh, trains=trains)
+    return watch(ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh, trains=trains))
 
 
 def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:

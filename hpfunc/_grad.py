@@ -21,6 +21,7 @@ from ._numerics import Numerics, has_sums
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
+from ._writes import refuse_written
 from .backends import uncompiled
 
 Tensor = Any
@@ -160,7 +161,9 @@ def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Nu
         hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
     _check_reduced(function, names, leaves, kinds, numerics)
-    check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])
+    arrays = {n: leaf for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)}
+    check_gatherable(function, list(arrays.items()))
+    refuse_written(function, arrays.values(), lambda: list(arrays))
 
 
 def _check_reduced(

@@ -142,6 +142,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+def compare_arguments(function: str, named: Named, mesh: Mesh) -> None:
+    """Compares with all ranks which arrays these are, and their values where several ranks hold them."""
+    control(mesh).agree(function, lambda: "\n".join(f"{name}: {describe(array)}" for name, array in named))
+    compare_births(function, named, mesh)
+    compare_replicas(function, named, mesh, DRIFTED)
+
+
 def compare_births(function: str, named: Named, mesh: Mesh) -> None:
     """Raises AgreementError on all ranks if they pass different arrays in one place. See Note [Births].
 

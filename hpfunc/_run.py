@@ -22,6 +22,7 @@ from ._mesh import Mesh
 from ._move import block_numel
 from ._numerics import Numerics
 from ._program import Event, Program, Unit, Weight
+from ._writes import refuse_written
 
 Tensor = Any
 _session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)
@@ -245,6 +246,7 @@ class Session:
         key = (source, rows) if run is None else run.key(root, rows, source)
         index = self._weight_index.get(key)
         if index is None:
+            refuse_written("hpfunc.unit", [array], lambda: [self.name_of(array) or "an array that the step made"])
             index = self._weight_index[key] = len(self.weights)
             self.gathers.append(array.layout.gather(axes))
             self.weights.append(self._record(array, run, index))

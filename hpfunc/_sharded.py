@@ -15,7 +15,7 @@ from ._agree import agreeing
 from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._arrays import leaf_specs
 from ._check import Report, check
-from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, message
+from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
 from ._execute import Planned, Prepared
 from ._mesh import Mesh, PartitionSpec
 from ._plan import Traits, plan
@@ -23,12 +23,13 @@ from ._policy import Policy
 from ._predict import predict
 from ._probe import settle
 from ._program import Program, Unit, dotted
-from ._replicas import DRIFTED, compare_births, compare_replicas
+from ._replicas import compare_arguments
 from ._run import Session, session_scope
 from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
 from ._windows import check_policy, unmatched
 from ._world import use_mesh
+from ._writes import refuse_written, renewed, watch
 from .backends import Counters, uncompiled
 
 _NAME = "hpfunc.sharded"
@@ -97,6 +98,7 @@ class ShardedStep:
 
         Raises:
             SpecError, LeafError, DonatedError: arguments do not fit; on all ranks, before anything is sent.
+            UsageError: an array among the arguments was written into, before the step or in it.
             PolicyError: the policy does not fit what the step does; before anything is updated.
             LeafError: ranks hold different values of one part of an argument (a call that records, or ``debug=True``).
             AgreementError: ranks run different programs, or pass different arrays.
@@ -118,14 +120,17 @@ class ShardedStep:
         expected = self._expect(session, known)
         prepared = self._plans.get(expected)
         if self._debug or prepared is None:
-            self._compare(session, known, arrays)
+            compare_arguments(_NAME, [(known.names[i], array) for i, array in arrays.items()], self.mesh)
         if prepared is not None:
             session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
+        kept = {i: array for i, array in arrays.items() if not array.is_donated}
         try:
+            refuse_written(_NAME, arrays.values(), lambda: [known.names[i] for i in arrays])
             with session_scope(session), use_mesh(self.mesh):
                 outputs = self._fn(*new_args, **new_kwargs)
                 session.end()
+            refuse_written(_NAME, kept.values(), lambda: [known.names[i] for i in kept])
             self._learn(session, known, expected)
             outputs = self._finish(outputs, arrays)
         except BaseException as error:
@@ -160,6 +165,14 @@ class ShardedStep:
                 self._fn(*new_args, **new_kwargs)
             session.end()
         return Lowered(session.program, self._plan(session.program, measures=False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStep:
+        """Returns itself, as for any function: what it knows is plans."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        hint = "make it there anew: hpfunc.sharded(step_fn, mesh)"
+        raise UsageError(message(_NAME, "a step cannot be pickled: its mesh is that of this process", hint=hint))
 
     # --- planning ---------------------------------------------------------------------------------------------------
     def _review(self, program: Program, *, measures: bool) -> None:
@@ -215,13 +228,6 @@ class ShardedStep:
         with agreeing(self.mesh, _NAME, lambda: "\n".join(described)):
             return self._check(args, names, leaves)
 
-    def _compare(self, session: Session, known: _Known, arrays: dict[int, ShardedArray]) -> None:
-        """Compares with all ranks which arrays the arguments are, and their values where several ranks hold them."""
-        named = [(known.names[i], array) for i, array in arrays.items()]
-        session.control.agree(_NAME, lambda: "\n".join(f"{name}: {describe(array)}" for name, array in named))
-        compare_births(_NAME, named, self.mesh)
-        compare_replicas(_NAME, named, self.mesh, DRIFTED)
-
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         known = _positional_names(self._fn)
         labels = [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]
@@ -276,11 +282,11 @@ class ShardedStep:
 
     def _wrap(self, leaf: Any, spec: PartitionSpec | None) -> Any:
         if is_sharded(leaf):
-            return leaf.with_local(leaf._value)
+            return renewed(leaf)
         if spec is None or not self._backend.is_tensor(leaf):
             return leaf
         shape = tuple(n * self.mesh.axis_size(spec.dim_axes(dim)) for dim, n in enumerate(leaf.shape))
-        return ShardedArray(leaf, shape, spec, self.mesh)
+        return watch(ShardedArray(leaf, shape, spec, self.mesh))
 
 
 @dataclass(slots=True)

@@ -144,8 +144,8 @@ def _call(
     kwargs: Any,
 ) -> Any:
     # Only a run tracks arrays. One that has ended may have left an array behind, which is a constant now.
-    tracking = [run for a in arrays if (run := cast("Run | None", a._tracker)) is not None and run.state != "done"]
-    run = tracking[0] if tracking else current_run.get()
+    tracking = [a._tracker for a in arrays if a._tracker is not None and a._tracker.state != "done"]
+    run = cast(Run, tracking[0]) if tracking else current_run.get()
     backend = backends.get(arrays[0].mesh.framework)
     if backend.is_transformed(() if run is not None else _inputs(backend, arrays, args, kwargs)):
         if run is not None:

@@ -270,6 +270,10 @@ class Memory(Protocol):
         """Returns a number of 56 bits that depends on all bits of the elements, in order, and on nothing else."""
         ...
 
+    def num_writes(self, tensor: Tensor) -> int:
+        """Returns how often the memory of a tensor of the caller's was written to; -1 if that is not known."""
+        ...
+
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:
         """Writes ``source / divisor`` into `target`, cast; counts the bytes."""
         ...

@@ -292,6 +292,11 @@ class TorchBackend:
     def digest(self, tensor: torch.Tensor) -> int:
         return digests.digest(tensor)
 
+    def num_writes(self, tensor: torch.Tensor) -> int:
+        if tensor.is_inference() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            return -1  # nobody counts, or all parts of a larger tensor are counted together
+        return tensor._version
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():
             if divisor == 1:

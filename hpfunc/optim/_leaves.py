@@ -15,6 +15,7 @@ from .._errors import LeafError, SpecError, UsageError, message
 from .._frozen import marks_of
 from .._numerics import has_sums
 from .._tree import flatten, paths, unflatten
+from .._writes import refuse_written
 from ._foreach import Foreach, foreach
 
 Tensor = Any
@@ -84,6 +85,8 @@ def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> t
     """
     leaves = Leaves.of(function, name, tree, frozen=frozen)
     values = leaves.locals
+    arrays = {i: leaf for i, leaf in enumerate(leaves.leaves) if is_sharded(leaf)}
+    refuse_written(function, arrays.values(), lambda: [leaves.paths()[i] for i in arrays])
     backend = backends.of(function, values)
     fits = [backend.is_tensor(x) and backend.is_floating(backend.dtype_name(x)) for x in values]
     if not all(fits):
