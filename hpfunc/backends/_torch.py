@@ -293,9 +293,10 @@ class TorchBackend:
         return digests.digest(tensor)
 
     def num_writes(self, tensor: torch.Tensor) -> int:
-        if tensor.is_inference() or tensor.untyped_storage().nbytes() != tensor.nbytes:
-            return -1  # nobody counts, or all parts of a larger tensor are counted together
-        return tensor._version
+        try:  # all parts of a larger tensor are counted together
+            return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else -1
+        except RuntimeError:  # made in inference mode, or a wrapper of torch.func
+            return -1
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():
