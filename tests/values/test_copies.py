@@ -174,7 +174,7 @@ def test_an_array_is_itself_and_a_key() -> None:
 # --- writes ---------------------------------------------------------------------------------------------------------
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "add_": lambda x: x.add_(1),
-    "item": lambda x: operator.setitem(x, 0, 3.0),
+    "item": lambda x: x.__setitem__(0, 3.0),
     "view": lambda x: x.view(-1)[0].fill_(2.0),
     "detach": lambda x: x.detach().mul_(2),
     "data": torch.nn.init.normal_,
