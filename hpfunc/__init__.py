@@ -5,6 +5,7 @@ checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 """
 
 from . import checkpoint as checkpoint
+from . import debug as debug
 from . import interop as interop
 from . import optim as optim
 from ._accumulate import accumulate as accumulate

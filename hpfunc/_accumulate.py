@@ -118,6 +118,8 @@ def _one_session(mesh: Mesh) -> Iterator[None]:
     except BaseException as error:
         session.control.fail(error)
         raise
+    finally:
+        session.close()
 
 
 def _cut(batch: dict[Any, Any], count: int, dim: int, mesh: Mesh) -> Iterator[dict[Any, Any]]:

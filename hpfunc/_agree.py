@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,25 +26,48 @@ from ._mesh import Mesh
 GRACE_S = 2.0
 
 
-class Control:
-    """What one process knows of its agreement with a fixed set of ranks.
+@dataclass(slots=True)
+class Standing:
+    """What one process knows of its agreement with a fixed set of ranks, whatever the meshes over them.
 
     Attributes:
         step: number of steps begun since the last failure, and `position` the event within: the place that notes on the
             board refer to.
         generation: number of failures, of which all ranks know when they communicate again.
+        is_broken: the last thing that these ranks did together has failed.
+        num_arrays: number of arrays made together since the last failure.
         left: where this rank left its plans, the last few: the note of a slow peer may still be that of an earlier one.
     """
 
-    def __init__(self, framework: str, ranks: tuple[int, ...], rank: int) -> None:
+    step: int = 0
+    position: int = 0
+    generation: int = 0
+    is_broken: bool = False
+    num_arrays: int = 0
+    left: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=8))
+
+
+class Control:
+    """Agreement with a fixed set of ranks, by a mesh that waits for them for so long.
+
+    Attributes:
+        standing: what is shared by all meshes over these ranks.
+    """
+
+    def __init__(self, framework: str, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
         self.backend = backends.get(framework)
-        self.ranks, self.rank = ranks, rank
-        self.step = 0
-        self.position = 0
-        self.left: deque[tuple[int, int]] = deque(maxlen=8)
-        self.generation = 0
-        self.is_broken = False
-        self.timeout_s = 300.0
+        self.ranks, self.rank, self.timeout_s = ranks, rank, timeout_s
+        self.standing = _standing(framework, ranks, rank)
+
+    @property
+    def generation(self) -> int:
+        """See `Standing`."""
+        return self.standing.generation
+
+    @property
+    def is_broken(self) -> bool:
+        """See `Standing`."""
+        return self.standing.is_broken
 
     # --- comparing --------------------------------------------------------------------------------------------------
     def agree(self, where: str, facts: Callable[[], str], error: BaseException | None = None) -> None:
@@ -99,7 +123,7 @@ class Control:
 
     def note(self, kind: str, text: str) -> None:
         """Writes this rank's place and state on the board."""
-        self.backend.post(self._key(self.rank), f"{kind}|{self.step}|{self.position}|{text}")
+        self.backend.post(self._key(self.rank), f"{kind}|{self.standing.step}|{self.standing.position}|{text}")
 
     def notes(self) -> dict[int, tuple[str, int, int, str]]:
         """Returns the notes of the other ranks."""
@@ -113,28 +137,34 @@ class Control:
     def begin_step(self) -> None:
         """Counts a step. After a failure it begins with new groups: a planned step does not come by `agree`."""
         self._recover()
-        self.step += 1
-        self.position = 0
+        self.standing.step += 1
+        self.standing.position = 0
+
+    def births(self, count: int) -> list[tuple[int, int]]:
+        """Returns what tells arrays that all ranks make together from all others; called once they have agreed."""
+        first = self.standing.num_arrays
+        self.standing.num_arrays += count
+        return [(self.generation, first + i) for i in range(count)]
 
     def leave(self, text: str) -> None:
         """Notes that this rank leaves its plan here."""
-        self.left.append((self.step, self.position))
+        self.standing.left.append((self.standing.step, self.standing.position))
         self.note("left", text)
 
     def fail(self, error: BaseException) -> None:
         """Notes that this rank's step ended by an exception; the groups are made anew on next use."""
         if len(self.ranks) > 1 and not self.is_broken:
-            self.is_broken = True
+            self.standing.is_broken = True
             self.note("failed", f"{type(error).__name__}: {error}")
 
     def _recover(self) -> None:
-        if self.is_broken:
+        if (standing := self.standing).is_broken:
             self.backend.abort()
-            self.generation += 1
-            self.is_broken = False
+            standing.generation += 1
+            standing.is_broken = False
             # A rank that heard of the failure late has begun more steps: all count anew.
-            self.step, self.position = 0, 0
-            self.left.clear()
+            standing.step, standing.position, standing.num_arrays = 0, 0, 0
+            standing.left.clear()
 
     def poll(self, label: str, elapsed_s: float) -> None:
         """Called while this rank waits for `label`: raises if that wait cannot end well.
@@ -150,10 +180,11 @@ class Control:
             raise
 
     def _look(self, label: str, elapsed_s: float) -> None:
-        notes = self.notes()
+        notes, standing = self.notes(), self.standing
         self._look_for_failures(label, notes)
+        passed = standing.step, standing.position
         for rank, (kind, step, position, text) in notes.items():
-            if kind == "left" and (step, position) not in self.left and (step, position) <= (self.step, self.position):
+            if kind == "left" and (step, position) not in standing.left and (step, position) <= passed:
                 rule = "ranks run different programs"
                 leaves = [f"rank {rank}: {text}", f"rank {self.rank}: went on with its plan, and waits for {label!r}"]
                 raise AgreementError(message("hpfunc.sharded", rule, leaves))
@@ -204,16 +235,17 @@ def _difference(where: str, ranks: tuple[int, ...], texts: list[str]) -> str:
 
 
 @cache
-def _control(framework: str, ranks: tuple[int, ...], rank: int) -> Control:
-    return Control(framework, ranks, rank)
+def _standing(framework: str, ranks: tuple[int, ...], rank: int) -> Standing:
+    return Standing()
+
+
+_control = cache(Control)
 
 
 def control(mesh: Mesh, axes: tuple[str, ...] | None = None) -> Control:
     """Returns this process's agreement with all ranks of a mesh, or with those along `axes`."""
     ranks = mesh.ranks if axes is None else mesh.group(axes)
-    found = _control(mesh.framework, ranks, mesh.rank)
-    found.timeout_s = mesh.timeout_s
-    return found
+    return _control(mesh.framework, ranks, mesh.rank, mesh.timeout_s)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,21 +18,37 @@ from ._tree import paths
 
 
 class Tracker(Protocol):
-    """The `value_and_grad` run that differentiates an array."""
+    """The `value_and_grad` run that differentiates an array.
+
+    Attributes:
+        state: ``"done"`` when it has ended.
+    """
+
+    state: str
 
     def local(self, array: ShardedArray) -> Any:
         """Returns the array's own part as a tensor whose uses are differentiated."""
         ...
 
 
-class _Owner:
-    """Who may still read a local tensor. Handles of one array share it."""
+class Owner:
+    """Who may still read a local tensor. Handles of one array share it: equal to itself only, so it is a key for it."""
 
-    __slots__ = ("consumed_by", "local")
+    __slots__ = ("__weakref__", "consumed_by", "local", "writes")
 
     def __init__(self, local: Any) -> None:
         self.local = local
+        self.writes: int | None = None  # see Note [Noticing writes]
         self.consumed_by: str | None = None
+
+
+class Step:
+    """Stands for one call of a step: what was said of an array in another one is not said of it in this one."""
+
+    __slots__ = ()
+
+
+Origin = tuple[int, Step]
 
 
 @lru_cache(maxsize=4096)
@@ -50,30 +67,32 @@ class ShardedArray:
         layout: how it is cut.
     """
 
-    __slots__ = ("_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
+    __slots__ = ("_born", "_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
     layout: Layout
-    _owner: _Owner
+    _owner: Owner
     _tracker: Tracker | None
-    _origin: int | None
+    _origin: Origin | None
     _donated: bool
     _row: tuple[ShardedArray, int] | None
     _trains: bool | None
+    _born: tuple[int, ...] | None
 
     def __init__(
         self, local: Any, shape: Shape, spec: PartitionSpec, mesh: Mesh, *, trains: bool | None = None
     ) -> None:
-        self._set(_Owner(local), layout_of(tuple(shape), spec, mesh), trains=trains)
+        self._set(Owner(local), layout_of(tuple(shape), spec, mesh), trains=trains)
 
     def _set(
         self,
-        owner: _Owner,
+        owner: Owner,
         layout: Layout,
         *,
         tracker: Tracker | None = None,
-        origin: int | None = None,
+        origin: Origin | None = None,
         donated: bool = False,
         row: tuple[ShardedArray, int] | None = None,
         trains: bool | None = None,
+        born: tuple[int, ...] | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "_owner", owner)
@@ -83,6 +102,7 @@ class ShardedArray:
         put(self, "_donated", donated)
         put(self, "_row", row)
         put(self, "_trains", trains)
+        put(self, "_born", born)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ShardedArray is immutable; cannot set {name!r}")
@@ -156,13 +176,14 @@ class ShardedArray:
             donated=self._donated,
             row=self._row,
             trains=trains,
+            born=self._born,
         )
         return handle
 
     def with_local(self, local: Any) -> ShardedArray:
         """Returns an array with the same shape, spec and mesh, and other values; frozen if this one is."""
         array = object.__new__(ShardedArray)
-        array._set(_Owner(local), self.layout, trains=self._trains)
+        array._set(Owner(local), self.layout, trains=self._trains, born=self._born)
         return array
 
     def __getitem__(self, index: int) -> ShardedArray:
@@ -190,8 +211,15 @@ class ShardedArray:
         spec = PartitionSpec(*self.spec.entries[1:], unreduced=self.spec.unreduced)
         row, index = object.__new__(ShardedArray), index % self.shape[0]
         layout = layout_of(self.shape[1:], spec, self.mesh)
+        born = None if self._born is None else (*self._born, index)
         row._set(
-            _Owner(None), layout, tracker=self._tracker, origin=self._origin, row=(self, index), trains=self._trains
+            Owner(None),
+            layout,
+            tracker=self._tracker,
+            origin=self._origin,
+            row=(self, index),
+            trains=self._trains,
+            born=born,
         )
         return row
 
@@ -203,13 +231,21 @@ class ShardedArray:
         return root, (*rows, self._row[1])
 
     def _handle(
-        self, *, tracker: Tracker | None = None, origin: int | None = None, donated: bool = False
+        self, *, tracker: Tracker | None = None, origin: Origin | None = None, donated: bool = False
     ) -> ShardedArray:
         """Returns another handle to the same memory; that of a row is no row any more, and is never donated."""
         if self._row is not None:
             return self.with_local(self._value)._handle(tracker=tracker, origin=origin)
         handle = object.__new__(ShardedArray)
-        handle._set(self._owner, self.layout, tracker=tracker, origin=origin, donated=donated, trains=self._trains)
+        handle._set(
+            self._owner,
+            self.layout,
+            tracker=tracker,
+            origin=origin,
+            donated=donated,
+            trains=self._trains,
+            born=self._born,
+        )
         return handle
 
     def _consume(self, by: str) -> Any:
@@ -218,11 +254,63 @@ class ShardedArray:
         self._owner.consumed_by, self._owner.local = by, None
         return local
 
+    # --- what it is not: a plain tensor -----------------------------------------------------------------------------
+    def __copy__(self) -> ShardedArray:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedArray:
+        """Returns an array with memory of its own."""
+        if self._tracker is not None and self._tracker.state != "done":
+            hint = "a copy would have no gradient: use the array itself, or copy it before value_and_grad"
+            raise self._refusal("an array is copied while it is differentiated", hint)
+        return self.with_local(copy.deepcopy(self._value, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        hint = (
+            "hpfunc.checkpoint.save writes the arrays of all ranks, and load reads them on any mesh; "
+            "hpfunc.unshard(array) is a plain tensor, for torch.save or another process"
+        )
+        raise self._refusal("an array cannot be pickled: this rank has a part of it only", hint)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        hint = "hpfunc.unshard(array).numpy() has all values, hpfunc.interop.to_numpy(array) this rank's part"
+        raise self._refusal("an array is no numpy array: this rank has a part of it only", hint)
+
+    def __bool__(self) -> bool:
+        hint = "ask `array is not None`, or for a value: bool(hpfunc.unshard(array))"
+        raise self._refusal("an array has no truth value", hint)
+
+    def __eq__(self, other: object) -> Any:
+        if self is other:
+            return True
+        if not isinstance(other, int | float | complex) and getattr(other, "shape", None) is None:
+            return NotImplemented
+        hint = "`is` compares arrays as objects; compare values of hpfunc.unshard(array), or of `.local`"
+        raise self._refusal("`==` and `!=` do not look at the values of an array", hint)
+
+    __hash__ = object.__hash__
+
+    def __len__(self) -> int:
+        if not self.shape or self.spec.dim_axes(0):
+            hint = "array.shape has its global sizes; hpfunc.unshard(array) is a plain tensor"
+            rule = "an array is no sequence unless its first dim is whole"
+            raise LeafError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
+        return self.shape[0]
+
+    def _refusal(self, rule: str, hint: str) -> UsageError:
+        return UsageError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
+
     def __repr__(self) -> str:
         if self._owner.consumed_by is not None:
             return f"ShardedArray(shape={self.shape}, spec={self.spec}, donated to {self._owner.consumed_by})"
         frozen = ", frozen" if self.is_frozen else ""
         return f"ShardedArray(shape={self.shape}, dtype={getattr(self._value, 'dtype', '?')}, spec={self.spec}{frozen})"
+
+
+def born(array: ShardedArray, birth: tuple[int, ...]) -> ShardedArray:
+    """Returns a new array, of which all ranks say that it is this one. See Note [Births]."""
+    object.__setattr__(array, "_born", birth)
+    return array
 
 
 def is_sharded(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import backends
 from ._agree import agreeing, control
-from ._array import ShardedArray, describe, is_sharded, layout_of
+from ._array import ShardedArray, born, describe, is_sharded, layout_of
 from ._comm import comm
 from ._errors import AgreementError, LeafError, PeerError, SpecError, message
 from ._frozen import marks_of
@@ -17,6 +17,7 @@ from ._mesh import Mesh, PartitionSpec, did_you_mean
 from ._numerics import dtype_name
 from ._random import numbers_of_one_process
 from ._tree import broadcast_prefix, flatten, paths, unflatten
+from ._writes import watch
 from .backends import uncompiled
 
 Tensor = Any
@@ -79,7 +80,7 @@ def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, trains: bool | None = N
     part = backend.detach(tensor)[layout.local_slices(mesh.coordinate)]
     local = backend.empty(tuple(part.shape), backend.dtype_name(tensor), mesh.device)
     backend.copy(local, part)
-    return ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh, trains=trains)
+    return watch(ShardedArray(backend.give(local), tuple(tensor.shape), spec, mesh, trains=trains))
 
 
 def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
@@ -158,8 +159,9 @@ def shard(
     elif check_replicas:
         hint = "make them alike (the same seed on all ranks: torch.manual_seed(0)), or give broadcast_from=0"
         compare_values(name, "ranks give different values for one array", tree, digests, mesh, hint)
-    rows = zip(leaves, specs_of, marks, strict=True)
-    return unflatten(treedef, [cut(leaf, spec or PartitionSpec(), mesh, trains) for leaf, spec, trains in rows])
+    rows = zip(leaves, specs_of, marks, control(mesh).births(len(leaves)), strict=True)
+    arrays = [born(cut(leaf, spec or PartitionSpec(), mesh, trains), birth) for leaf, spec, trains, birth in rows]
+    return unflatten(treedef, arrays)
 
 
 def digest_of(mesh: Mesh, tensor: Tensor) -> int:
@@ -259,10 +261,11 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
             marks += marks_of(name, flatten(tree, is_sharded)[0])
             specs_of += leaf_specs(name, tree, "tree", specs, mesh)
         compares = False
+        births = control(mesh).births(len(specs_of))
 
         def keep(index: int, leaf: Tensor) -> ShardedArray:
             digests[index] = digest_of(mesh, leaf)
-            return cut(leaf, specs_of[index] or PartitionSpec(), mesh, marks[index])
+            return born(cut(leaf, specs_of[index] or PartitionSpec(), mesh, marks[index]), births[index])
 
         return keep
 

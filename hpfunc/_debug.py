@@ -11,21 +11,18 @@ trace.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ._agree import control
 from ._array import describe, is_sharded
 from ._errors import UsageError, message
 from ._mesh import Mesh
 from ._pin import pinned
 from ._program import COMPUTES
+from ._replicas import Axes, Groups, differing
 from ._run import Session, current_session
 
 Tensor = Any
-Axes = tuple[str, ...]
-Groups = list[tuple[int, ...]]
 
 _RULES = {
     "cotangent": "the cotangent of its result differs between ranks along",
@@ -98,20 +95,7 @@ def compare_gradients(session: Session, leaves: Sequence[Any], gradients: Sequen
 
 
 def _differing(session: Session, items: Sequence[tuple[Tensor, Axes]]) -> list[Groups]:
-    """Returns for each tensor the groups of ranks along its axes whose bits are not all the same."""
-    mesh, backend = session.mesh, session.backend
-    if session.is_abstract:
-        return [[] for _ in items]
-    digests = control(mesh).exchange("comparison of debug=True", [backend.digest(tensor) for tensor, _ in items])
-    found = []
-    for i, (_, axes) in enumerate(items):
-        groups: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-        for rank, place, numbers in zip(mesh.ranks, mesh.coordinates(), digests, strict=True):
-            key = tuple(index for axis, index in place.items() if axis not in axes)
-            groups[key].append((rank, numbers[i]))
-        differ = [group for group in groups.values() if len({digest for _, digest in group}) > 1]
-        found.append([tuple(rank for rank, _ in group) for group in differ])
-    return found
+    return [[] for _ in items] if session.is_abstract else differing(session.mesh, items, "comparison of debug=True")
 
 
 def _spell(groups: Groups) -> str:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._array import ShardedArray, describe, is_sharded
+from ._array import Owner, ShardedArray, describe, is_sharded
 from ._comm import comm
 from ._errors import UsageError, message
 from ._numerics import Numerics, has_sums
@@ -48,7 +48,7 @@ class Run:
         is_reached: whether autograd has come to a weight.
         carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
-        weights: the weights that an array became, by the id of its owner: itself (), or rows of it.
+        weights: the weights that an array became: itself (), or rows of it.
     """
 
     def __init__(self, session: Session, numerics: Numerics, backwards: Backwards) -> None:
@@ -61,10 +61,10 @@ class Run:
         self.state = "forward"
         self.is_reached = False
         self.uses_left: dict[int, int] = defaultdict(int)
-        self.weights: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
-        self._places: dict[int, int] = {}
+        self.weights: dict[Owner, dict[tuple[int, ...], int]] = defaultdict(dict)
+        self._places: dict[Owner, int] = {}
         self._repeatable: dict[int, list[Use]] = defaultdict(list)
-        self._aliases: dict[int, tuple[int, Tensor]] = {}
+        self._aliases: dict[Owner, tuple[int, Tensor]] = {}
 
     def track(self, leaf: Any, place: int) -> Any:
         """Returns a leaf as the differentiated function sees it."""
@@ -72,13 +72,13 @@ class Run:
             return self.tape.leaf(leaf)
         # A new owner for each leaf: one array that stands at two places of the tree has two gradients, as in JAX.
         handle = leaf.with_local(leaf._value)
-        self._places[id(handle._owner)] = place
+        self._places[handle._owner] = place
         return handle._handle(tracker=self, origin=leaf._origin)
 
     def key(self, array: ShardedArray, rows: tuple[int, ...], source: object) -> object:
         """Returns what makes an array, or a row of it, another weight of the program than any other."""
-        place = self._places.get(id(array._owner)) if array._tracker is self else None
-        if place is not None and array._origin is None:
+        place = self._places.get(array._owner) if array._tracker is self else None
+        if place is not None and self.session.origin_of(array) is None:
             source = ("made", self.backwards.first_run)
         return source, rows, place, self.numerics, self.backwards.count
 
@@ -87,7 +87,7 @@ class Run:
         """See `Tracker`."""
         if self.state == "done":
             return array._value
-        key = id(array._owner)
+        key = array._owner
         if key not in self._aliases:
             if self.state == "backward":
                 rule = "an array's local part is used for the first time during backward"
@@ -95,6 +95,11 @@ class Run:
             alias = self.tape.leaf(array._value)
             self._aliases[key] = len(self.tape.leaves) - 1, alias
         return self._aliases[key][1]
+
+    def close(self) -> None:
+        """Lets go of arrays and gradients: who keeps one of its handles keeps no other."""
+        for held in (self.weights, self._places, self._aliases):
+            held.clear()
 
     def check_alive(self) -> None:
         """Raises UsageError if the run's graph is used outside of its backward."""
@@ -161,7 +166,7 @@ class Run:
         for place, leaf in enumerate(tracked):
             if not is_sharded(leaf):
                 self._add_direct(place, leaf, next(plain))
-            elif alias := self._aliases.get(id(leaf._owner)):
+            elif alias := self._aliases.get(leaf._owner):
                 self._add_direct(place, leaf, leaf_gradients[alias[0]])
 
     def _check_dependence(self, loss: Tensor) -> None:
@@ -208,7 +213,7 @@ class Run:
 
     def _delivered(self, array: ShardedArray) -> Tensor | None:
         """Returns what units delivered for an array and its rows."""
-        session, weights = self.session, self.weights.get(id(array._owner), {})
+        session, weights = self.session, self.weights.get(array._owner, {})
         found = [(rows, session.gradients.pop(w)) for rows, w in weights.items() if w in session.gradients]
         if not found or found[0][0] == () == found[-1][0]:
             return found[0][1] if found else None

@@ -16,7 +16,7 @@ class Eager:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._wholes: dict[int, list[Tensor]] = {}
+        self._wholes: dict[Use, list[Tensor]] = {}
         self._recomputed: dict[int, list[Tensor]] = {}  # of the unit that was recomputed last, for its backward
 
     def _gather(self, use: Use, index: int) -> list[Tensor]:
@@ -25,7 +25,7 @@ class Eager:
         self._recomputed.clear()
         if wholes is None:
             wholes = [self.session.gather(w) for w in use.weights]
-        self._wholes[id(use)] = wholes
+        self._wholes[use] = wholes
         return wholes
 
     def before_forward(self, use: Use) -> list[Tensor]:
@@ -34,7 +34,7 @@ class Eager:
 
     def after_forward(self, use: Use) -> None:
         """See `Driver`."""
-        wholes = self._wholes.pop(id(use), None)
+        wholes = self._wholes.pop(use, None)
         if wholes is not None and self.session.events[use.index].kind == "recompute":
             self._recomputed[use.unit] = wholes
 
@@ -44,13 +44,13 @@ class Eager:
 
     def whole(self, use: Use, index: int) -> Tensor:
         """See `Driver`."""
-        found = self._wholes.get(id(use))
+        found = self._wholes.get(use)
         return found[index] if found is not None else self.session.gather(use.weights[index])
 
     def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
         """See `Driver`."""
         session, run = self.session, use.run
-        self._wholes.pop(id(use), None)
+        self._wholes.pop(use, None)
         for weight, gradient, trainable in zip(use.weights, gradients, use.trainable, strict=True):
             if trainable:
                 total = session.zeros(weight) if gradient is None else gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from ._numerics import Numerics, has_sums
 from ._run import Session, current_session
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
+from ._writes import refuse_written
 from .backends import uncompiled
 
 Tensor = Any
@@ -164,7 +166,9 @@ def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Nu
             hint += " inside of the unit"
         raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
     _check_reduced(function, names, leaves, kinds, numerics)
-    check_gatherable(function, [(n, leaf) for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)])
+    arrays = {n: leaf for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)}
+    check_gatherable(function, list(arrays.items()))
+    refuse_written(function, arrays.values(), lambda: list(arrays))
 
 
 def _check_reduced(
@@ -233,17 +237,19 @@ class GradFunction:
         session = owned or Session(mesh)
         try:
             _check_leaves(_NAME, picked, session, self.numerics)
-            with session.backend.ordinary() as convert:
+            with session.backend.ordinary() as convert, closing(Run(session, self.numerics, backwards)) as run:
                 if convert is not None:
                     args, kwargs = cast(
                         Any, optree.tree_map(convert, cast(Any, (tuple(args), kwargs)), is_leaf=is_sharded)
                     )
-                run = Run(session, self.numerics, backwards)
                 return self._differentiate(run, args, kwargs, picked)
         except BaseException as error:
             if owned is None:
                 session.control.fail(error)
             raise
+        finally:
+            if owned is None:
+                session.close()
 
     def _differentiate(
         self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], picked: _Picked
@@ -255,9 +261,9 @@ class GradFunction:
         def forward() -> Tensor:
             nonlocal loss, aux
             tracked.extend(run.track(leaf, place) for place, leaf in enumerate(picked.trained(picked.leaves)))
-            if any(is_sharded(x) and x._origin is None for x in tracked):
+            if any(is_sharded(x) and session.origin_of(x) is None for x in tracked):
                 names = picked.trained(paths(picked.tree, "args", is_sharded))
-                session.paths |= {id(x._owner): n for n, x in zip(names, tracked, strict=True) if is_sharded(x)}
+                session.paths.update((x._owner, n) for n, x in zip(names, tracked, strict=True) if is_sharded(x))
             filled = list(args)
             for n, tree in zip(self.argnums, picked.filled(tracked, picked.leaves), strict=True):
                 filled[n] = tree

@@ -5,15 +5,16 @@ There are two drivers: `_eager.Eager`, the reference, and `_execute.Planned`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from . import backends
 from ._agree import Control, control
-from ._array import ShardedArray, describe
+from ._array import Owner, ShardedArray, Step, describe
 from ._comm import finish_block, gather_whole, scatter_whole
 from ._eager import Eager
 from ._layout import Gather
@@ -21,6 +22,7 @@ from ._mesh import Mesh
 from ._move import block_numel
 from ._numerics import Numerics
 from ._program import Event, Program, Unit, Weight
+from ._writes import refuse_written
 from .backends import Inside
 
 Tensor = Any
@@ -135,7 +137,7 @@ class Use:
         self.names = [record.name for record in records]
         self.needs_backward = self.remat = False
         self.inside: Inside | None = None
-        self.scope: int | None = None
+        self.scope: object = None
         self.num_recomputes = 0
         self.number = self.index = self.backward_index = -1
 
@@ -203,7 +205,8 @@ class Session:
         debug: compare values that must be the same on several ranks; see `_debug`.
         plan: the program that the step is expected to run, for as long as it does.
         names: the path of each argument, by `Weight.origin`.
-        paths: that of arrays which are no arguments of a step, by the id of their owner.
+        paths: that of arrays which are no arguments of a step, for as long as they live.
+        step: stands for this step in the `_origin` of its arguments.
         review: called with the program so far when a backward has ended that no plan led; may refuse it.
     """
 
@@ -215,7 +218,8 @@ class Session:
         self.driver: Driver = Eager(self)
         self.plan: Program | None = None
         self.names: dict[int, str] = {}
-        self.paths: dict[int, str] = {}
+        self.paths: MutableMapping[Owner, str] = WeakKeyDictionary()
+        self.step = Step()
         self.review: Callable[[Program], None] = lambda program: None
         self.weights: list[Weight] = []
         self.arrays: list[ShardedArray] = []
@@ -254,16 +258,18 @@ class Session:
     def _weight(self, array: ShardedArray, run: Any, axes: tuple[str, ...]) -> int:
         # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.
         root, rows = array._root()
-        source = root._origin if root._origin is not None else id(root._owner)
+        origin = self.origin_of(root)
+        source = origin if origin is not None else root._owner
         key = (source, rows) if run is None else run.key(root, rows, source)
         index = self._weight_index.get(key)
         if index is None:
+            refuse_written("hpfunc.unit", [array], lambda: [self.name_of(array) or "an array that the step made"])
             index = self._weight_index[key] = len(self.weights)
             self.gathers.append(array.layout.gather(axes))
             self.weights.append(self._record(array, run, index))
             self.arrays.append(array)
         if run is not None:
-            run.weights[id(root._owner)][rows] = index
+            run.weights[root._owner][rows] = index
         return index
 
     def _record(self, array: ShardedArray, run: Any, index: int) -> Weight:
@@ -275,14 +281,20 @@ class Session:
         name = self.name_of(array) or f"array {index} {describe(array)}"
         trainable = run is not None and array._tracker is run
         return weight_record(
-            self.gathers[index], shard_dtype, numerics, num_backwards, trainable, root._origin, rows, name
+            self.gathers[index], shard_dtype, numerics, num_backwards, trainable, self.origin_of(root), rows, name
         )
 
     def name_of(self, array: ShardedArray) -> str:
         """Returns the path of an array, "" if none is known."""
         root, rows = array._root()
-        name = self.paths.get(id(root._owner)) if root._origin is None else self.names.get(root._origin)
-        return name + "".join(f"[{row}]" for row in rows) if name else self.paths.get(id(array._owner), "")
+        origin = self.origin_of(root)
+        name = self.paths.get(root._owner) if origin is None else self.names.get(origin)
+        return name + "".join(f"[{row}]" for row in rows) if name else self.paths.get(array._owner, "")
+
+    def origin_of(self, array: ShardedArray) -> int | None:
+        """Returns which argument of this step an array is, if any: one that was kept from an earlier step is none."""
+        origin = array._origin
+        return origin[0] if origin is not None and origin[1] is self.step else None
 
     def new_run(self) -> int:
         """Returns the number of the next differentiation."""
@@ -303,7 +315,7 @@ class Session:
         """Writes an event down, leaves the plan if it does not fit, and returns its index."""
         index = len(self.events)
         self.events.append(event)
-        self.control.position = index
+        self.control.standing.position = index
         if self.plan is not None and not self._fits(index, event, use):
             self.leave(index)
         return index
@@ -329,6 +341,13 @@ class Session:
         self.plan, self.driver = None, Eager(self)
         for held in (self.gradients, self.accumulated, self.carried):
             held.clear()
+
+    def close(self) -> None:
+        """Lets go of arrays and buffers: the step is over, and may stand in a circle that the collector finds late."""
+        self.abandon()
+        self.arrays.clear()
+        self._weight_index.clear()
+        del self.driver
 
     def leave(self, index: int) -> None:
         """Goes on without the plan: what was prefetched is awaited and dropped, what was being reduced is finished."""

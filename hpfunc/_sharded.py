@@ -15,7 +15,7 @@ from ._agree import agreeing
 from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._arrays import leaf_specs
 from ._check import Report, check
-from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, message
+from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
 from ._execute import Planned, Prepared
 from ._mesh import Mesh, PartitionSpec
 from ._plan import Traits, plan
@@ -23,11 +23,13 @@ from ._policy import Policy
 from ._predict import predict
 from ._probe import settle
 from ._program import Program, Unit, dotted
+from ._replicas import compare_arguments
 from ._run import Session, session_scope
 from ._schedule import Schedule, itemsize
 from ._tree import flatten, paths, unflatten
 from ._windows import check_policy, unmatched
 from ._world import use_mesh
+from ._writes import refuse_written, renewed, watch
 from .backends import Counters, uncompiled
 
 _NAME = "hpfunc.sharded"
@@ -96,8 +98,10 @@ class ShardedStep:
 
         Raises:
             SpecError, LeafError, DonatedError: arguments do not fit; on all ranks, before anything is sent.
+            UsageError: an array among the arguments was written into, before the step or in it.
             PolicyError: the policy does not fit what the step does; before anything is updated.
-            AgreementError: ranks run different programs.
+            LeafError: ranks hold different values of one part of an argument (a call that records, or ``debug=True``).
+            AgreementError: ranks run different programs, or pass different arrays.
             PeerError: another rank failed or did not answer.
 
         Communication: as the schedule says; on a call that records, a digest before each event, and for a
@@ -110,23 +114,31 @@ class ShardedStep:
         known = self._known.get(signature)
         if known is None:
             known = self._known[signature] = self._admit(session, args, kwargs, leaves)
-        filled, arrays = self._fill(leaves, known)
+        filled, arrays = self._fill(session, leaves, known)
         session.names = known.names
         session.review = functools.partial(self._review, measures=True)
         expected = self._expect(session, known)
-        if (prepared := self._plans.get(expected)) is not None:
+        prepared = self._plans.get(expected)
+        if self._debug or prepared is None:
+            compare_arguments(_NAME, [(known.names[i], array) for i, array in arrays.items()], self.mesh)
+        if prepared is not None:
             session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
+        kept = {i: array for i, array in arrays.items() if not array.is_donated}
         try:
+            refuse_written(_NAME, arrays.values(), lambda: [known.names[i] for i in arrays])
             with session_scope(session), use_mesh(self.mesh):
                 outputs = self._fn(*new_args, **new_kwargs)
                 session.end()
+            refuse_written(_NAME, kept.values(), lambda: [known.names[i] for i in kept])
             self._learn(session, known, expected)
             outputs = self._finish(outputs, arrays)
         except BaseException as error:
             session.abandon()
             session.control.fail(error)
             raise
+        finally:
+            session.close()
         self.last_counters = self._backend.counters.since(counted)
         return outputs
 
@@ -147,12 +159,20 @@ class ShardedStep:
             session.review = functools.partial(self._review, measures=False)
             known = self._admit(session, args, kwargs, leaves)
             session.names = known.names
-            filled, _ = self._fill([_abstract(leaf, convert) for leaf in leaves], known)
+            filled, _ = self._fill(session, [_abstract(leaf, convert) for leaf in leaves], known)
             new_args, new_kwargs = unflatten(treedef, filled)
             with session_scope(session), use_mesh(self.mesh):
                 self._fn(*new_args, **new_kwargs)
             session.end()
         return Lowered(session.program, self._plan(session.program, measures=False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStep:
+        """Returns itself, as for any function: what it knows is plans."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        hint = "make it there anew: hpfunc.sharded(step_fn, mesh)"
+        raise UsageError(message(_NAME, "a step cannot be pickled: its mesh is that of this process", hint=hint))
 
     # --- planning ---------------------------------------------------------------------------------------------------
     def _review(self, program: Program, *, measures: bool) -> None:
@@ -236,12 +256,14 @@ class ShardedStep:
         specs += [None] * (len(leaves) - len(specs))
         return _Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
 
-    def _fill(self, leaves: Sequence[Any], known: _Known) -> tuple[list[Any], dict[int, ShardedArray]]:
+    def _fill(
+        self, session: Session, leaves: Sequence[Any], known: _Known
+    ) -> tuple[list[Any], dict[int, ShardedArray]]:
         """Returns the leaves as the step sees them: arrays know their origin, global tensors are cut."""
         filled, arrays = list(leaves), {}
         for i, (leaf, spec) in enumerate(zip(leaves, known.specs, strict=True)):
             if is_sharded(leaf):
-                filled[i] = arrays[i] = leaf._handle(origin=i, donated=i in known.donated)
+                filled[i] = arrays[i] = leaf._handle(origin=(i, session.step), donated=i in known.donated)
             elif spec is not None and self._backend.is_tensor(leaf):
                 filled[i] = leaf[layout_of(tuple(leaf.shape), spec, self.mesh).local_slices(self.mesh.coordinate)]
         return filled, arrays
@@ -260,11 +282,11 @@ class ShardedStep:
 
     def _wrap(self, leaf: Any, spec: PartitionSpec | None) -> Any:
         if is_sharded(leaf):
-            return leaf.with_local(leaf._value)
+            return renewed(leaf)
         if spec is None or not self._backend.is_tensor(leaf):
             return leaf
         shape = tuple(n * self.mesh.axis_size(spec.dim_axes(dim)) for dim, n in enumerate(leaf.shape))
-        return ShardedArray(leaf, shape, spec, self.mesh)
+        return watch(ShardedArray(leaf, shape, spec, self.mesh))
 
 
 @dataclass(slots=True)
@@ -349,7 +371,9 @@ def sharded(
         policy: how to schedule.
         donate_argnums: positional arguments whose arrays may be updated in place. Their handles are consumed by
             the first such update, at the latest when the step returns, and then raise `DonatedError`.
-        debug: look for mistakes, at the price of time. Freed buffers are filled with NaN. The cotangent of each `psum`
+        debug: look for mistakes, at the price of time. Arguments are compared before they are used, as the first call
+            compares them: which arrays they are, and parts that several ranks hold alike
+            (`hpfunc.debug.check_replicas`). Freed buffers are filled with NaN. The cotangent of each `psum`
             and the argument of each `pvary` are compared along their axes, and gradients along the axes without data
             that do not cut them; 8 bytes from each rank each time. Different bits are a `UsageError` on all ranks.
 

@@ -156,8 +156,9 @@ def _call(
     kwargs: Any,
 ) -> Any:
     remat, inside = options
-    tracker = next((a._tracker for a in arrays if a._tracker is not None), None)
-    run = current_run.get() if tracker is None else cast(Run, tracker)  # only a run tracks arrays
+    # Only a run tracks arrays. One that has ended may have left an array behind, which is a constant now.
+    tracking = [a._tracker for a in arrays if a._tracker is not None and a._tracker.state != "done"]
+    run = cast(Run, tracking[0]) if tracking else current_run.get()
     backend = backends.get(arrays[0].mesh.framework)
     if backend.is_transformed(() if run is not None else _inputs(backend, arrays, args, kwargs)):
         if run is not None:
@@ -242,8 +243,8 @@ def _forward_only(
     session = owned or Session(arrays[0].mesh)
     try:
         if owned is None:  # the arguments of a step have names already
-            session.paths |= {id(array._owner): name for name, array in zip(names(), arrays, strict=True)}
-        check_gatherable(_NAME, [(session.paths.get(id(a._owner), label), a) for a in arrays], axes)
+            session.paths.update((array._owner, name) for name, array in zip(names(), arrays, strict=True))
+        check_gatherable(_NAME, [(session.paths.get(a._owner, label), a) for a in arrays], axes)
         use = _use(session, label, arrays, None, axes)
         wholes = use.before_forward()
         outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
@@ -252,6 +253,9 @@ def _forward_only(
         if owned is None:
             session.control.fail(error)
         raise
+    finally:
+        if owned is None:
+            session.close()
     return outputs
 
 

@@ -16,6 +16,7 @@ from ._numerics import check_sums
 from ._pin import together
 from ._tree import flatten, paths, unflatten
 from ._world import current_mesh
+from ._writes import refuse_written
 from .backends import uncompiled
 
 Tensor = Any
@@ -107,6 +108,7 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     wanted = None if axes is None else as_axes(axes)
     with together(name, mesh, lambda: facts(tree, [f"axes {wanted}"] * len(leaves))):
         check_sharded(name, "tree", tree, _ONLY_ARRAYS)
+        refuse_written(name, leaves, lambda: paths(tree, "tree", is_sharded))
         if wanted is not None:
             mesh.check_axes(name, wanted)
         found = [_unsharding(name, leaf, wanted) for leaf in leaves]

@@ -191,10 +191,7 @@ def twice(rank: int, spec: Any) -> list[list[Tensor]]:
     grad_fn = hp.value_and_grad(loss)
     step = hp.sharded(grad_fn, mesh)
     x = torch.arange(5, dtype=D) + rank
-    return [
-        [*optree.tree_leaves(hp.unshard(call(params, x)[1]))]
-        for call in (grad_fn, step, step)
-    ]
+    return [[*optree.tree_leaves(hp.unshard(call(params, x)[1]))] for call in (grad_fn, step, step)]
 
 
 @pytest.mark.parametrize("spec", [hp.P("shard"), hp.P()], ids=["cut", "whole"])

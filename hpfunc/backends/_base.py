@@ -123,7 +123,7 @@ class UnitUse(Protocol):
     remat: bool
     inside: Inside | None
     needs_backward: bool
-    scope: int | None
+    scope: object
 
     def before_forward(self) -> list[Tensor]:
         """Returns the whole weights."""
@@ -298,6 +298,10 @@ class Memory(Protocol):
 
     def digest(self, tensor: Tensor) -> int:
         """Returns a number of 56 bits that depends on all bits of the elements, in order, and on nothing else."""
+        ...
+
+    def num_writes(self, tensor: Tensor) -> int:
+        """Returns how often the memory of a tensor of the caller's was written to; -1 if that is not known."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:

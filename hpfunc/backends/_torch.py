@@ -199,7 +199,7 @@ class TorchBackend:
 
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
         on_host = device == "cpu" or purpose == "control"
-        key = (ranks, purpose, on_host)
+        key = (ranks, purpose, on_host, timeout_s)  # meshes over the same ranks may wait for different times
         if key not in self._groups:
             if not dist.is_initialized():
                 raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
@@ -291,6 +291,12 @@ class TorchBackend:
 
     def digest(self, tensor: torch.Tensor) -> int:
         return digests.digest(tensor)
+
+    def num_writes(self, tensor: torch.Tensor) -> int:
+        try:  # all parts of a larger tensor are counted together
+            return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else -1
+        except RuntimeError:  # made in inference mode, or a wrapper of torch.func
+            return -1
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():

@@ -200,6 +200,14 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
     )
 
 
+def _mark(hook: Any) -> object:
+    """Returns what stands for a hook, equal to what stands for the same one only, and does not keep it alive."""
+    try:
+        return weakref.ref(hook)
+    except TypeError:  # an object of the caller's that cannot be referred to weakly
+        return hook
+
+
 def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
     owners = {storage_of(whole): name for name, whole in zip(names, wholes, strict=True)}
     storages = [storage_of(leaf) for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -328,7 +336,7 @@ class TorchTape:
         if not use.needs_backward or not torch.is_grad_enabled():
             return use_plain(fn, wholes, use.names, *args, **kwargs), None
         enclosing = enclosing_hooks(True)
-        use.scope = id(enclosing[1]) if enclosing else None
+        use.scope = _mark(enclosing[1]) if enclosing else None
         held = Wholes(use)
         *weights, token = _Wholes.apply(held, wholes, self._anchor)
         token.grad_fn.outliving.give(use, weights)

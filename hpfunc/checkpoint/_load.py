@@ -13,6 +13,7 @@ from .._array import is_sharded
 from .._errors import CheckpointError, UsageError, message
 from .._mesh import Mesh
 from .._tree import unflatten
+from .._writes import watch
 from ._format import checksum
 from ._host import host
 from ._index import Array, Entry, Index, RankValues, Value, folder, latest, read_index
@@ -201,4 +202,4 @@ def _spec(leaf: Leaf) -> str:
 def _wrap(leaf: Leaf, value: Any) -> Any:
     if leaf.is_per_rank:
         return PerRank(value)
-    return leaf.value.with_local(value) if is_sharded(leaf.value) else value
+    return watch(leaf.value.with_local(value)) if is_sharded(leaf.value) else value

@@ -13,8 +13,10 @@ from typing import Any
 
 from .. import backends
 from .._agree import agreeing, control
+from .._array import is_sharded
 from .._errors import CheckpointError, LeafError, UsageError, message
 from .._mesh import Mesh
+from .._writes import refuse_written
 from ._format import Tensor, Written, sync_folder, write_file, write_text
 from ._host import host
 from ._index import (
@@ -94,6 +96,8 @@ def save(
         _check_number("step", step, 0)
         _check_number("keep", keep, 1)
         leaves += leaves_of(_NAME, "tree", tree)[0]
+        arrays = {leaf.key: leaf.value for leaf in leaves if is_sharded(leaf.value)}
+        refuse_written(_NAME, arrays.values(), lambda: list(arrays))
     _check_alike(leaves, mesh)
     number, token = by_first(mesh, _NAME, lambda: _begin(where, step, mesh), 2)
     saving = Saving(where, number, folder(where, number).with_suffix(f".partial-{token}"), leaves, mesh, keep)

@@ -11,6 +11,7 @@ from .._errors import LeafError, MeshError, SpecError, message
 from .._layout import Layout
 from .._mesh import AxisNames, Mesh, PartitionSpec
 from .._tree import flatten, paths, unflatten
+from .._writes import share
 from ._base import Bridge, Placements
 
 _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"
@@ -96,7 +97,7 @@ def to_dtensor(tree: Any, device_mesh: Any = None) -> Any:
     else:
         _check_mesh(_TO, mesh, device_mesh)
     make = bridge().dtensor
-    return unflatten(treedef, [make(x.local, x.shape, _placements(x.layout), device_mesh) for x in leaves])
+    return unflatten(treedef, [make(share(x).local, x.shape, _placements(x.layout), device_mesh) for x in leaves])
 
 
 def from_dtensor(tree: Any, mesh: Mesh | None = None) -> Any:
@@ -134,7 +135,7 @@ def from_dtensor(tree: Any, mesh: Mesh | None = None) -> Any:
             bad.append(f"{name}: shape {shape}, placements {tuple(leaf.placements)}")
         else:
             trains = backends.get(its.framework).trains(leaf)
-            arrays.append(ShardedArray(local, shape, spec, its, trains=trains))
+            arrays.append(share(ShardedArray(local, shape, spec, its, trains=trains)))
     if bad:
         hint = "redistribute it: one axis for each dim, or sizes that divide; a sum for what is partial"
         raise SpecError(message(_FROM, "placements that no spec says", bad, mesh=mesh, hint=hint))

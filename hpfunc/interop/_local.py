@@ -13,6 +13,7 @@ from .._arrays import leaf_specs
 from .._errors import LeafError, SpecError, message
 from .._mesh import Mesh, PartitionSpec
 from .._tree import flatten, paths, unflatten
+from .._writes import share
 from ._base import Shared
 
 _FROM, _TO = "hpfunc.interop.from_local", "hpfunc.interop.to_numpy"
@@ -61,7 +62,7 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
             leaf = f"local: of an array of shape {whole.shape}, spec {spec!r}"
             raise SpecError(message(_FROM, rule, [leaf], mesh=mesh))
         facts.append(f"shape {whole.shape}, spec {spec!r}, {tensor.dtype}")
-    return ShardedArray(tensor, whole.shape, spec, mesh)
+    return share(ShardedArray(tensor, whole.shape, spec, mesh))
 
 
 class _Shape:

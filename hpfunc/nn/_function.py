@@ -78,6 +78,14 @@ class ModuleFunction:
     _modes: tuple[bool, ...]
     _entry: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFunction:
+        """Returns itself, as for any function."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        hint = "pickle the module, and call hpfunc.from_module there"
+        raise UsageError(message(_NAME, "a module's function cannot be pickled", hint=hint))
+
     def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the module, with the buffers of the start.
 

@@ -89,8 +89,8 @@ def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], N
         raise UsageError(message(_INIT, "parts of the module are not on the meta device", placed, hint=hint))
     params, buffers = named_tensors(source)
     module = copy.deepcopy(source, {id(x): x for x in (*params.values(), *buffers.values())})
-    made: dict[int, Tensor] = {}
-    versions: dict[int, int] = {}
+    made: dict[Tensor, Tensor] = {}  # a tensor is a key by its identity
+    versions: dict[Tensor, int] = {}
     visited: set[nn.Module] = set()
 
     def initialise(part: nn.Module) -> None:  # its tensors are made just before, so that others are final by then
@@ -100,15 +100,15 @@ def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], N
         for slots in (vars(part)["_parameters"], vars(part)["_buffers"]):
             for name, x in slots.items():
                 if x is not None:
-                    if id(x) not in made:
-                        made[id(x)] = _made(x, mesh.device)
-                        versions[id(made[id(x)])] = made[id(x)]._version
-                    slots[name] = made[id(x)]
+                    if x not in made:
+                        made[x] = _made(x, mesh.device)
+                        versions[made[x]] = made[x]._version
+                    slots[name] = made[x]
         (init_fn or _reset)(part)
 
     module.apply(initialise)
     after = {path: x for found in named_tensors(module) for path, x in found.items()}
-    unwritten = [path for path, x in after.items() if x._version == versions.get(id(x))]
+    unwritten = [path for path, x in after.items() if x._version == versions.get(x)]
     if unwritten:
         hint = "give init_fn=, which initialises the module; or a function that builds it, instead of a module"
         raise UsageError(message(_INIT, "no reset_parameters or init_fn has written these", unwritten, hint=hint))

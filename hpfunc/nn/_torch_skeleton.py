@@ -96,6 +96,7 @@ class Skeleton:
         named = dict(self.module.named_modules())
         for path, _ in choice.units:
             self._make_unit(path, named[path])
+        del self._names  # by identity, of tensors that are held until here only
 
     def _settle(self, initial: Tensors) -> None:
         # A call gets buffers of its own. Outside of one nobody may read, or write into, those of the start.

@@ -8,10 +8,11 @@ from typing import Any
 
 from .. import backends
 from .._array import describe, is_sharded
-from .._errors import LeafError, message
+from .._errors import LeafError, UsageError, message
 from .._mesh import Mesh
 from .._named import pmax
 from .._tree import dotted_paths, flatten
+from .._writes import share
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
 
 _NAME = "hpfunc.optim.bind"
@@ -32,6 +33,10 @@ class Bound:
     params: Any
     parameters: tuple[Any, ...]
     names: tuple[str, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        hint = "hpfunc.optim.bind(copy.deepcopy(bound.params)) gives parameters to the copy"
+        raise UsageError(message(_NAME, "copies of weights and of parameters would share no memory", hint=hint))
 
     @property
     def named_parameters(self) -> tuple[tuple[str, Any], ...]:
@@ -112,7 +117,11 @@ def bind(params: Any) -> Bound:
     names = tuple(dotted_paths(weights.tree, is_sharded))
     values = ops.writable([backends.get("torch").detach(leaf._consume(_NAME)) for leaf in weights.leaves])
     parameters = tuple(torch.nn.Parameter(value) for value in values)
-    return Bound(weights.restore(_NAME, values), parameters, names)
+    made = weights.restore(_NAME, values)
+    for leaf in flatten(made, is_sharded)[0]:
+        if is_sharded(leaf) and not leaf.is_frozen:
+            share(leaf)
+    return Bound(made, parameters, names)
 
 
 def _check(weights: Leaves) -> None:
@@ -124,11 +133,11 @@ def _check(weights: Leaves) -> None:
         if not bad and flatten(weights.whole, is_sharded)[0]:
             rule, hint = "every array of params is frozen", "hpfunc.unfreeze(params, where) makes arrays trainable"
         raise LeafError(message(_NAME, rule, bad, hint=hint))
-    seen, mesh = Counter(id(x._owner) for x in weights.leaves), weights.leaves[0].mesh
+    seen, mesh = Counter(x._owner for x in weights.leaves), weights.leaves[0].mesh
     faults = {
         "a weight lies on another mesh": lambda x: x.mesh != mesh,
         "a weight is a row of an array": lambda x: x._row is not None,
-        "a weight stands at two places of the tree": lambda x: seen[id(x._owner)] > 1,
+        "a weight stands at two places of the tree": lambda x: seen[x._owner] > 1,
     }
     for rule, is_fault in faults.items():
         if bad := [f"{path}: {describe(x)}" for path, x in pairs if is_fault(x)]:

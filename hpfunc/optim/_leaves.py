@@ -15,6 +15,7 @@ from .._errors import LeafError, SpecError, UsageError, message
 from .._frozen import marks_of
 from .._numerics import has_sums
 from .._tree import flatten, paths, unflatten
+from .._writes import refuse_written
 from ._foreach import Foreach, foreach
 
 Tensor = Any
@@ -84,6 +85,8 @@ def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> t
     """
     leaves = Leaves.of(function, name, tree, frozen=frozen)
     values = leaves.locals
+    arrays = {i: leaf for i, leaf in enumerate(leaves.leaves) if is_sharded(leaf)}
+    refuse_written(function, arrays.values(), lambda: [leaves.paths()[i] for i in arrays])
     backend = backends.of(function, values)
     fits = [backend.is_tensor(x) and backend.is_floating(backend.dtype_name(x)) for x in values]
     if not all(fits):
@@ -178,8 +181,8 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     places of the tree is copied for each, and so is one whose elements share memory.
     """
     values = leaves.locals
-    seen = Counter(id(leaf._owner) for leaf in leaves.leaves if is_sharded(leaf))
-    kept = [is_sharded(x) and x.is_donated and seen[id(x._owner)] == 1 for x in leaves.leaves]
+    seen = Counter(leaf._owner for leaf in leaves.leaves if is_sharded(leaf))
+    kept = [is_sharded(x) and x.is_donated and seen[x._owner] == 1 for x in leaves.leaves]
     copies = iter(ops.copy([value for value, keep in zip(values, kept, strict=True) if not keep]))
     pairs = zip(leaves.leaves, kept, strict=True)
     return ops.writable([leaf._consume(function) if keep else next(copies) for leaf, keep in pairs])

@@ -403,7 +403,41 @@ def one_rank_donates_what_is_gone(rank: int) -> Any:
     return lambda: step(gone if rank == 1 else kept, x()), None
 
 
-HELPERS = ("linear", "unit_over", "total_loss", "x", "differentiating", "reducing_in_the_loss", "descend")
+HELPERS = ("drifted", "linear", "unit_over", "total_loss", "x", "differentiating", "reducing_in_the_loss", "descend")
+
+
+# --- ranks that hold, or pass, something else ----------------------------------------------------------------------
+def drifted(rank: int) -> Any:
+    """Two arrays that all ranks hold whole; those of rank 1 are off by one."""
+    pair = hp.shard({"mu": ops.arange(6.0), "scale": ops.ones(3)}, mesh(), hp.P())
+    return {name: x.with_local(x.local + float(rank)) for name, x in pair.items()}
+
+
+def replicas_that_drifted_apart(rank: int) -> Any:
+    tree = {"w": params()["layers"][0]["w"], **drifted(rank)}
+    return lambda: hp.debug.check_replicas(tree), tree
+
+
+def arguments_that_drifted_apart(rank: int) -> Any:
+    tree = drifted(rank)
+    return lambda: hp.sharded(hp.unit(lambda p: (p["mu"] * 2).sum()), mesh())(tree), tree
+
+
+def arguments_in_another_order(rank: int) -> Any:
+    pair = [layer["w"] for layer in params()["layers"]]
+    step = hp.sharded(hp.unit(lambda ws: (ws[0] - 2 * ws[1]).sum()), mesh())
+    return lambda: step(pair[::-1] if rank else pair), pair
+
+
+def no_array_to_check(rank: int) -> Any:
+    return lambda: hp.debug.check_replicas({"w": ops.ones(3)}), None
+
+
+def a_check_of_replicas_inside_a_step(rank: int) -> Any:
+    tree = params()
+    return lambda: hp.sharded(hp.debug.check_replicas, mesh())(tree), tree
+
+
 CASES: dict[str, Any] = {
     name: value
     for name, value in list(globals().items())

@@ -1,0 +1,67 @@
+"""Writes into the memory of arrays, which are immutable: noticed when an array is used.
+
+# Note [Noticing writes]
+A framework counts the writes into a tensor. What the count is when an array comes from `shard`, `init`, `load` or a
+step, at the latest when the array is first used, it must still be on every later use. Not watched are arrays whose
+memory others may write to by contract (`optim.bind`, `interop`), parts of a larger tensor, which shares one count with
+its other parts, and what no framework counts: tensors of inference mode, writes by numpy, MindSpore. Of a donated array
+the step may write into the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from . import backends
+from ._array import Owner, ShardedArray, describe
+from ._errors import UsageError, message
+
+UNWATCHED = -1
+HINT = (
+    "array.with_local(new) makes an array with other values, and leaves this one as it is; "
+    "hpfunc.optim.bind is for loops that write in place"
+)
+
+
+def _owner(array: ShardedArray) -> Owner:
+    while array._row is not None:
+        array = array._row[0]
+    return array._owner
+
+
+def watch(array: ShardedArray) -> ShardedArray:
+    """Returns a new array, into which nothing may be written from now on."""
+    array._owner.writes = backends.get(array.mesh.framework).num_writes(array._owner.local)
+    return array
+
+
+def renewed(array: ShardedArray) -> ShardedArray:
+    """Returns a new array in the memory of this one, watched unless this one is shared by contract."""
+    made, is_shared = array.with_local(array._value), _owner(array).writes == UNWATCHED
+    return share(made) if is_shared else watch(made)
+
+
+def share(array: ShardedArray) -> ShardedArray:
+    """Returns the array, whose memory others may write to."""
+    _owner(array).writes = UNWATCHED
+    return array
+
+
+def refuse_written(function: str, arrays: Iterable[ShardedArray], names: Callable[[], Sequence[str]]) -> None:
+    """Raises UsageError naming every array that was written into. See Note [Noticing writes]."""
+    found = list(arrays)
+    written = [_is_written(array) for array in found]
+    if any(written):
+        rows = zip(names(), found, written, strict=True)
+        bad = [f"{name}: {describe(array)}" for name, array, is_bad in rows if is_bad]
+        raise UsageError(message(function, "an array is immutable, and was written into", bad, hint=HINT))
+
+
+def _is_written(array: ShardedArray) -> bool:
+    owner = _owner(array)
+    if owner.writes == UNWATCHED or owner.local is None:
+        return False
+    count = backends.get(array.layout.mesh.framework).num_writes(owner.local)
+    if owner.writes is None:
+        owner.writes = count
+    return count != owner.writes
