@@ -153,7 +153,6 @@ def saving(rank: int) -> list[str]:
     return refusals(hp.grad(saved_and_written), mesh, params, draw(4, 3, seed=80 + rank))
 
 
-@pytest.mark.xfail(reason="kind 3: what went through the hooks of a unit lost its version check", strict=False)
 def test_what_is_needed_for_backward_is_written_in_place(pool: Callable[[int], Pool]) -> None:
     """pytorch 181832's other half: here torch by itself refuses, since it has saved what was written.
 
