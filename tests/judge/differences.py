@@ -1,0 +1,203 @@
+"""Where `check` rejects what the judge finds right: each kind of difference, why there is one, and how one is told.
+
+Nothing is explained by the text of a violation alone. Either the judge itself shows what the schedule depends on, in a
+world that is a little harsher and in which planned schedules are right all the same; or only the form is mended, and
+`check` accepts what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from hpfunc._check import find_violations
+from hpfunc._schedule import Communicator, Free, Launch, Local, Op, Region, Schedule, Slot
+from tests.judge.explore import Rules, judge
+from tests.judge.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mutant that `check` rejects and the judge does not, and the planned schedule of which it was made."""
+
+    mutant: Schedule
+    valid: Schedule
+    world: World
+    rules: Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One reason for differences.
+
+    Attributes:
+        shows: whether a difference is of this kind.
+        mended: the mutant without this fault of form.
+    """
+
+    name: str
+    reason: str
+    shows: Callable[[Difference], bool] | None = None
+    mended: Callable[[Difference], Schedule] | None = None
+
+
+def explain(difference: Difference) -> str | None:
+    """Returns the name of the kind of a difference; None if it has none."""
+    if name := _shown(difference):
+        return name
+    forms = [kind for kind in KINDS if kind.mended is not None]
+    for kind in forms:
+        if (name := _mended(difference, [kind])) is not None:
+            return name
+    return _mended(difference, forms)
+
+
+def _shown(difference: Difference) -> str | None:
+    return next((kind.name for kind in KINDS if kind.shows is not None and kind.shows(difference)), None)
+
+
+def _mended(difference: Difference, kinds: Iterable[Kind]) -> str | None:
+    """Returns the names of the kinds that are to be mended, and of what shows in the rest, if that explains it all."""
+    names: list[str] = []
+    for kind in kinds:
+        assert kind.mended is not None, kind
+        mended = kind.mended(difference)
+        if mended != difference.mutant:
+            names.append(kind.name)
+            difference = replace(difference, mutant=mended)
+    if not names:
+        return None
+    if find_violations(difference.mutant):
+        rest = _shown(difference)
+        return " and ".join([*names, rest]) if rest else None
+    return " and ".join(names)
+
+
+# ------------------------------------------------------------------------------------------------ what the judge shows
+
+
+def _needs_idle_memory(difference: Difference) -> bool:
+    rules = replace(difference.rules, pressure=True)
+    return judge(difference.mutant, difference.world.mesh_sizes, rules, difference.world).is_right is False
+
+
+def _needs_zeros(difference: Difference) -> bool:
+    world = World(difference.world.program, difference.world.mesh_sizes, neutral=False)
+    return judge(difference.mutant, world.mesh_sizes, difference.rules, world).is_right is False
+
+
+def _is_of_nothing(difference: Difference) -> bool:
+    empty = [buffer.name for buffer in difference.mutant.buffers if not buffer.numel]
+    violations = find_violations(difference.mutant)
+    return bool(violations) and all(any(name in str(violation) for name in empty) for violation in violations)
+
+
+# ------------------------------------------------------------------------------------------------- what is mere form
+
+
+def _changed(schedule: Schedule, change: Callable[[Op], Op]) -> Schedule:
+    slots = tuple(Slot(slot.event, slot.when, tuple(map(change, slot.ops))) for slot in schedule.slots)
+    return replace(schedule, slots=slots)
+
+
+def _with_frees_at_home(difference: Difference) -> Schedule:
+    buffers = difference.mutant.buffers
+    return _changed(
+        difference.mutant, lambda op: replace(op, stream=buffers[op.buffer].stream) if isinstance(op, Free) else op
+    )
+
+
+def _with_labels_of_shards(difference: Difference) -> Schedule:
+    pairs = zip(difference.mutant.buffers, difference.valid.buffers, strict=True)
+    buffers = tuple(replace(new, stream=old.stream) if new.kind == "shard" else new for new, old in pairs)
+    return replace(difference.mutant, buffers=buffers)
+
+
+def _with_own_communicators(difference: Difference) -> Schedule:
+    """Names communicators after the streams of their launches, and their axes as the planned schedule does."""
+    planned = {op.name: op for op in difference.valid.ops}
+    sizes = difference.world.mesh_sizes
+
+    def wide(communicator: Communicator) -> list[str]:
+        return [axis for axis in communicator.axes if sizes[axis] > 1]
+
+    def change(op: Op) -> Op:
+        due = planned.get(op.name)
+        if not isinstance(op, Launch) or not isinstance(due, Launch):
+            return op
+        known = due.communicator if wide(due.communicator) == wide(op.communicator) else op.communicator
+        purpose = op.communicator.purpose if op.stream == "compute" else op.stream
+        return replace(op, communicator=Communicator(purpose, known.axes))
+
+    return _changed(difference.mutant, change)
+
+
+def _with_sums_in_order(difference: Difference) -> Schedule:
+    """Turns the two terms of a sum round where the planned schedule has them so."""
+    planned = {op.name: op for op in difference.valid.ops}
+
+    def change(op: Op) -> Op:
+        due = planned.get(op.name)
+        if not isinstance(op, Local) or not isinstance(due, Local) or op.kind != "accumulate":
+            return op
+        pairs = [frozenset(op.reads[i : i + 2]) for i in range(0, len(op.reads), 2)]
+        same = pairs == [frozenset(due.reads[i : i + 2]) for i in range(0, len(due.reads), 2)]
+        return replace(op, reads=due.reads) if same else op
+
+    return _changed(difference.mutant, change)
+
+
+def _without_idle_buffers(difference: Difference) -> Schedule:
+    mutant = difference.mutant
+    used = {buffer for op in mutant.ops for buffer in _buffers(op)}
+    kept = [index for index, buffer in enumerate(mutant.buffers) if index in used or buffer.kind == "shard"]
+    places = {index: place for place, index in enumerate(kept)}
+
+    def moved(region: Region) -> Region:
+        return region._replace(buffer=places.get(region.buffer, region.buffer))
+
+    def change(op: Op) -> Op:
+        if isinstance(op, Free):
+            return replace(op, buffer=places.get(op.buffer, op.buffer))
+        names = [name for name in ("reads", "writes") if hasattr(op, name)]
+        if not names:
+            return replace(op, **{"region": moved(getattr(op, "region"))})  # noqa: B009 (a `Deliver`)
+        return replace(op, **{name: tuple(map(moved, getattr(op, name))) for name in names})
+
+    if len(kept) == len(mutant.buffers):
+        return mutant
+    return replace(_changed(mutant, change), buffers=tuple(mutant.buffers[index] for index in kept))
+
+
+def _buffers(op: Op) -> set[int]:
+    if isinstance(op, Free):
+        return {op.buffer}
+    regions = (getattr(op, "region", None), *getattr(op, "reads", ()), *getattr(op, "writes", ()))
+    return {region.buffer for region in regions if region is not None}
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "idle memory",
+        "memory is given back too early, or taken from another stream, but here nobody else has it just then",
+        shows=_needs_idle_memory,
+    ),
+    Kind("no elements", "the race is for a buffer without elements", shows=_is_of_nothing),
+    Kind(
+        "zeros", "another sum than the one asked for, but what it adds too much happens to be zero", shows=_needs_zeros
+    ),
+    Kind(
+        "stream of a free",
+        "a buffer is given back on another stream than its own, which has waited for all its uses anyway",
+        mended=_with_frees_at_home,
+    ),
+    Kind("label of a shard", "the stream of the caller's memory means nothing", mended=_with_labels_of_shards),
+    Kind(
+        "name of a communicator",
+        "a communicator is used on two streams whose waits happen to order its launches, or has another name than "
+        "the one with the same ranks",
+        mended=_with_own_communicators,
+    ),
+    Kind("terms of a sum", "a sum of two is the same bits in either order", mended=_with_sums_in_order),
+    Kind("idle buffer", "a buffer is declared that no op touches", mended=_without_idle_buffers),
+)

@@ -1,0 +1,70 @@
+"""Small programs to plan, mutate and judge: two to four units on few ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+
+from hpfunc._plan import Traits
+from hpfunc._policy import Policy, Release
+from hpfunc._program import Event, Program, Unit, Weight
+from hpfunc._schedule import Schedule
+from tests.planning.mutants import MUTATIONS
+from tests.planning.programs import AXES, Case, random_calls, random_weight
+
+MESHES = ((1, 2), (1, 2), (2, 1), (2, 1), (1, 2), (2, 2), (1, 3), (3, 1))
+"""Replicas and shards: mostly two ranks."""
+
+
+def small_case(rng: Random) -> Case:
+    """Returns a case with two to four units."""
+    mesh_sizes = dict(zip(AXES, rng.choice(MESHES), strict=True))
+    release: Release = rng.choice(["forward", "forward", "backward", "never"])
+    policy = Policy(
+        rng.choice([0, 1, 1, 2]),
+        release,
+        rng.choice([0, 64, math.inf]),
+        prefetch_backward=rng.choice([None, None, 0, 2]),
+        reduce_bucket_bytes=rng.choice([0, 0, 100, math.inf]),
+    )
+    return Case(small_program(rng, mesh_sizes), mesh_sizes, policy, Traits(ordered_sums=rng.random() < 0.5))
+
+
+def small_program(rng: Random, mesh_sizes: dict[str, int]) -> Program:
+    """Returns a program of one backward, or of two whose gradient is one."""
+    usual = rng.random() < 0.5
+    weights: list[Weight] = []
+    units: list[Unit] = []
+    for index in range(rng.choice([2, 2, 3, 4])):
+        members: list[int] = []
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            if weights and rng.random() < 0.1:
+                members.append(rng.randrange(len(weights)))
+            else:
+                weights.append(random_weight(rng, f"w{len(weights)}", mesh_sizes, usual))
+                members.append(len(weights) - 1)
+        units.append(Unit(f"layer{index}", tuple(members)))
+    return Program(tuple(weights), tuple(units), tuple(small_events(rng, len(units))))
+
+
+def small_events(rng: Random, num_units: int) -> list[Event]:
+    """Returns the events of a step: forward and back, now and then twice, with recomputes or repeated units."""
+    uses: Counter[int] = Counter()
+    events: list[Event] = []
+    carries = [rng.choice(["", "shards", "wholes"])] if num_units < 4 and rng.random() < 0.3 else []
+    for carry in [*carries, ""]:
+        calls = random_calls(rng, num_units, uses)[:4]
+        events += [Event("forward", *call) for call in calls]
+        for call in reversed(calls):
+            events += [Event("recompute", *call)] if rng.random() < 0.1 else []
+            events.append(Event("backward", *call))
+        events.append(Event("end_backward", carry=carry))
+    return [*events, Event("end_step")]
+
+
+def mutated(rng: Random, valid: Schedule) -> tuple[str, Schedule] | None:
+    """Returns a schedule with one mistake, and which; None if it cannot be made."""
+    mutation = rng.choice(MUTATIONS)
+    mutant = mutation(rng, valid)
+    return (mutation.__name__, mutant) if mutant and mutant != valid else None
