@@ -47,11 +47,15 @@ def judge(
     first = schedule if isinstance(schedule, Schedule) else schedule[0]
     world = world or World(first.program, mesh_sizes)
     schedules = [first] * world.num_ranks if isinstance(schedule, Schedule) else list(schedule)
-    for one in dict.fromkeys(map(id, schedules)):
-        mine = next(other for other in schedules if id(other) == one)
-        for text in unrunnable(mine, world, borrowed=rules.borrowed):
-            return Verdict(False, text, kind="host")
-    ranks = [Rank(one, world, rules) for one in schedules]
+    built: list[tuple[Schedule, Rank]] = []
+    ranks: list[Rank] = []
+    for mine in schedules:
+        found = next((rank for other, rank in built if other is mine), None)
+        if found is None:
+            for text in unrunnable(mine, world, borrowed=rules.borrowed):
+                return Verdict(False, text, kind="host")
+            built.append((mine, found := Rank(mine, world, rules)))
+        ranks.append(found)
     graph = Graph(ranks, world)
     if graph.cyclic:
         return Verdict(False, "works wait for each other in a circle", kind="deadlock")
@@ -64,6 +68,9 @@ class _Search:
     def __init__(self, machine: Machine, graph: Graph, rules: Rules) -> None:
         self._machine, self._graph, self._rules = machine, graph, rules
         self._firsts = [2 * graph.first_work[rank] for rank in graph.ranks]
+        # Where nobody can tell any order from another, every step does the same, on other numbers.
+        self._queues = _of_one_step(graph) if graph.quiet and not rules.all_of else graph.queues
+        self._num_actions = 2 * sum(map(len, self._queues))
 
     def run(self) -> Verdict:
         stack, seen, num_states = [self._machine.start()], set[object](), 0
@@ -74,7 +81,7 @@ class _Search:
             except WrongError as wrong:
                 return Verdict(False, str(wrong), num_states, "timing")
             if not choices:
-                if state.done.bit_count() < 2 * len(self._graph.works):
+                if state.done.bit_count() < self._num_actions:
                     return Verdict(False, "no stream can go on", num_states, "deadlock")
                 continue
             if (key := state.key()) in seen:
@@ -107,16 +114,16 @@ class _Search:
         moved = True
         while moved:
             moved = False
-            for queue in range(len(self._graph.queues)):
+            for queue in range(len(self._queues)):
                 while (action := self._front(state, queue)) is not None and self._is_free(state, action):
                     self._step(state, (queue, action))
                     moved = True
-        choices = [(q, a) for q in range(len(self._graph.queues)) if (a := self._front(state, q)) is not None]
+        choices = [(q, a) for q in range(len(self._queues)) if (a := self._front(state, q)) is not None]
         return self._persistent(state, choices) if not self._rules.all_of and len(choices) > 1 else choices
 
     def _front(self, state: State, queue: int) -> int | None:
         """Returns the action that a stream can do next, if it can do any."""
-        place, works = state.places[queue], self._graph.queues[queue]
+        place, works = state.places[queue], self._queues[queue]
         if place == 2 * len(works):
             return None
         work = works[place // 2]
@@ -167,3 +174,9 @@ class _Search:
         key = state.meets[action // 2]
         rank = next(rank for rank in key[1] if rank not in state.arrived[key])
         return {2 * work for work in self._graph.lists.get((rank, key[0]), ()) if not state.done >> 2 * work & 1}
+
+
+def _of_one_step(graph: Graph) -> list[list[int]]:
+    """Returns the queues up to what the caller does after the first step."""
+    steps = [work.step - (work.kind == "update") for work in graph.works]
+    return [[work for work in queue if steps[work] < 1] for queue in graph.queues]

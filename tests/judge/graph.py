@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hpfunc._schedule import Communicator, Launch
@@ -41,6 +41,7 @@ class Graph:
         needs: for each action, the actions that must be done before, apart from those of other ranks.
         rivals: for each work, the actions of all works with which it races, as a mask.
         spoils: by cell, the cells that are destroyed when it is written.
+        lists: the launches of each rank over each communicator, in the order of its host.
         cyclic: some works wait for each other.
     """
 
@@ -48,25 +49,29 @@ class Graph:
         self.world = world
         self.works: list[Work] = [work for rank in ranks for work in rank.works]
         self.ranks = [number for number, rank in enumerate(ranks) for _ in rank.works]
-        self.first_work, self.first_cell = (
-            _firsts(len(rank.works) for rank in ranks),
-            _firsts(len(r.sizes) for r in ranks),
-        )
+        self.first_work = _firsts(len(rank.works) for rank in ranks)
+        self.first_cell = _firsts(len(rank.sizes) for rank in ranks)
         self.queues: list[list[int]] = []
         self.needs: list[list[int]] = [[] for _ in range(2 * len(self.works))]
         self._link(ranks)
         self.lists = self._launch_lists()
-        self.partners = self._partners()
-        self._before = self._closure()
-        self.cyclic = len(self._before) < len(self.needs)
+        alike = all(rank is ranks[0] for rank in ranks)
+        self._before = self._closure(len(ranks[0].works) if alike else len(self.works))
         self.rivals = [0] * len(self.works)
         self.spoils: dict[int, set[int]] = defaultdict(set)
         if not self.cyclic:
-            for number, rank in enumerate(ranks):
+            self._find_disorder()
+            for number, rank in enumerate(ranks[:1] if alike else ranks):
                 touches = self._touches(number, rank)
                 self._find_conflicts(touches)
                 self._find_reuse(number, rank, touches)
-            self._find_disorder()
+            if alike:
+                self._repeat(len(ranks))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody can tell any order from another."""
+        return not any(self.rivals) and not self.spoils
 
     # --------------------------------------------------------------------------------------------------------- orders
 
@@ -101,13 +106,18 @@ class Graph:
                     partners[work] = [self.lists[key][turn] for key in keys if turn < len(self.lists[key])]
         return partners
 
-    def _closure(self) -> dict[int, int]:
-        """Returns for each action all that must be done before, as a mask; some are missing if there is a circle."""
-        followers: list[list[int]] = [[] for _ in self.needs]
-        left = [0] * len(self.needs)
+    def _closure(self, num_works: int) -> dict[int, int]:
+        """Returns for each action all that must be done before, as a mask; some are missing if there is a circle.
+
+        Where all ranks issue the same, the first one is enough: what other ranks do before something that it waits for,
+        it does itself before that, too.
+        """
+        followers: list[list[int]] = [[] for _ in range(2 * num_works)]
+        left = [0] * (2 * num_works)
         all_needs: list[list[int]] = []
-        for action, needs in enumerate(self.needs):
-            others = needs if action % 2 == 0 else needs + [2 * w for w in self.partners.get(action // 2, ())]
+        partners = self._partners() if num_works == len(self.works) else {}
+        for action, needs in enumerate(self.needs[: 2 * num_works]):
+            others = needs if action % 2 == 0 else needs + [2 * w for w in partners.get(action // 2, ())]
             all_needs.append(others)
             left[action] = len(others)
             for other in others:
@@ -124,6 +134,7 @@ class Graph:
                 left[other] -= 1
                 if not left[other]:
                     ready.append(other)
+        self.cyclic = len(before) < 2 * num_works
         return before
 
     def ordered(self, earlier: int, later: int) -> bool:
@@ -160,16 +171,24 @@ class Graph:
 
     def _find_reuse(self, number: int, rank: Rank, touches: dict[int, list[Touch]]) -> None:
         """Finds memory that may be another's while it is still in use."""
-        shift = self.first_cell[number]
-        ends = {cell: sum(1 << 2 * w + 1 for w in {use.work for use in touches[shift + cell]}) for cell in rank.lives}
-        for old, new in _successors(rank.lives.values()):
-            uses = touches[shift + new]
-            common = -1
-            for use in uses:
-                common &= self._before[2 * use.work]
-            for life in old:
-                if ends[life] & ~common:
-                    self._reuse(shift + life, touches[shift + life], shift + new, uses)
+        shift, pools = self.first_cell[number], defaultdict[str, list[Life]](list)
+        for life in rank.lives.values():
+            if life.numel:
+                pools[life.pool].append(life)
+        for lives in pools.values():
+            given = sorted((life.given, life.cell) for life in lives if life.given is not None)
+            place, ends = 0, 0
+            for new in sorted(lives, key=lambda life: life.taken):
+                while place < len(given) and given[place][0] < new.taken:
+                    for use in touches[shift + given[place][1]]:
+                        ends |= 2 << 2 * use.work
+                    place += 1
+                uses, common = touches[shift + new.cell], -1
+                for use in uses:
+                    common &= self._before[2 * use.work]
+                if ends & ~common:
+                    for _, old in given[:place]:
+                        self._reuse(shift + old, touches[shift + old], shift + new.cell, uses)
 
     def _reuse(self, old: int, olds: list[Touch], new: int, news: list[Touch]) -> None:
         for one in olds:
@@ -180,28 +199,28 @@ class Graph:
                     self.spoils[new].add(old)
                     self._race(one.work, two.work)
 
+    def _repeat(self, num_ranks: int) -> None:
+        """Says of all ranks what is found of the first one."""
+        num_works, num_cells = self.first_work[1], self.first_cell[1]
+        found = list(self.spoils.items())
+        for rank in range(1, num_ranks):
+            for work in range(num_works):
+                self.rivals[rank * num_works + work] = self.rivals[work] << 2 * rank * num_works
+            for old, news in found:
+                self.spoils[rank * num_cells + old] = {rank * num_cells + new for new in news}
+
     def _find_disorder(self) -> None:
         """Finds launches over one communicator that a rank may come to in another order."""
         for found in self.lists.values():
-            if len({self.works[w].stream for w in found}) > 1:
+            known = 2 * found[-1] in self._before
+            if known and len({self.works[w].stream for w in found}) > 1:
                 for i, late in enumerate(found):
                     for early in found[:i]:
                         self._race(early, late)
 
 
-def _firsts(sizes: Iterator[int]) -> list[int]:
+def _firsts(sizes: Iterable[int]) -> list[int]:
     firsts = [0]
     for size in sizes:
         firsts.append(firsts[-1] + size)
     return firsts
-
-
-def _successors(lives: Sequence[Life]) -> Iterator[tuple[list[int], int]]:
-    """Yields each cell with all those whose memory it may have got."""
-    pools: dict[str, list[Life]] = defaultdict(list)
-    for life in lives:
-        if life.numel:
-            pools[life.pool].append(life)
-    for members in pools.values():
-        for new in members:
-            yield [old.cell for old in members if old.given is not None and old.given < new.taken], new.cell

@@ -68,9 +68,10 @@ class Machine:
         self.graph, self.world, self.ranks = graph, world, ranks
         self.dtypes = [_dtypes(rank) for rank in ranks]
         self._blank = [NOTHING + np.zeros(size, np.int64) for rank in ranks for size in rank.sizes]
-        shared = {cell for old, news in graph.spoils.items() for cell in (old, *news)}
+        shared = set(graph.spoils)
         self._exposed = [
-            bool(rivals) or any(cell in shared for cell in self._cells(w)) for w, rivals in enumerate(graph.rivals)
+            bool(rivals) or bool(shared and not shared.isdisjoint(self._cells(w)))
+            for w, rivals in enumerate(graph.rivals)
         ]
 
     def _cells(self, index: int) -> list[int]:

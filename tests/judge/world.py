@@ -32,6 +32,7 @@ class World:
         self.first_uses = _first_uses(program)
         self._groups: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
         self._shards: dict[tuple[int, int, int], Terms] = {}
+        self._gradients: dict[tuple[int, int, int, int], Terms] = {}
         self._wholes: dict[tuple[int, int], Terms] = {}
         self._expected: dict[int, dict[tuple[int, int], list[Terms]]] = {}
 
@@ -83,6 +84,12 @@ class World:
 
     def gradient(self, rank: int, step: int, event: int, position: int) -> Terms:
         """Returns what autograd gives a rank for one weight of a backward whose weights were right."""
+        key = (rank, step, event, position)
+        if key not in self._gradients:
+            self._gradients[key] = self._gradient(*key)
+        return self._gradients[key]
+
+    def _gradient(self, rank: int, step: int, event: int, position: int) -> Terms:
         weight = self.program.units[self.program.events[event].unit or 0].weights[position]
         w = self.program.weights[weight]
         whole = mix(self.whole(weight, step), salt("gradient", rank, step, event, position))
