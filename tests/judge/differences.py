@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from hpfunc._check import find_violations
-from hpfunc._schedule import Communicator, Free, Launch, Local, Op, Region, Schedule, Slot
+from hpfunc._schedule import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Schedule, Slot
 from tests.judge.explore import Rules, judge
 from tests.judge.world import World
 
@@ -24,6 +25,11 @@ class Difference:
     valid: Schedule
     world: World
     rules: Rules
+
+    @property
+    def begin(self) -> Op:
+        """The first op of the planned schedule: the caller's."""
+        return next(self.valid.ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Kind:
 
 def explain(difference: Difference) -> str | None:
     """Returns the name of the kind of a difference; None if it has none."""
+    if not find_violations(difference.mutant):
+        return None  # it is not a difference
     if name := _shown(difference):
         return name
     forms = [kind for kind in KINDS if kind.mended is not None]
@@ -176,6 +184,77 @@ def _buffers(op: Op) -> set[int]:
     return {region.buffer for region in regions if region is not None}
 
 
+def _with_callers_as_planned(difference: Difference) -> Schedule:
+    """Lets the schedule say of the caller what is true: where each `Caller` stands, and what it writes."""
+    found = {op.name: op for op in difference.mutant.ops if isinstance(op, Caller)}
+    slots: list[Slot] = []
+    for slot, planned in zip(difference.mutant.slots, difference.valid.slots, strict=True):
+        due = {op.name: op for op in planned.ops if isinstance(op, Caller)}
+        ops = [due.get(op.name, op) for op in slot.ops if not isinstance(op, Caller) or op.name in due]
+        missing = [op for name, op in due.items() if op not in ops]
+        first = [op for op in missing + ops if isinstance(op, Caller) and op is difference.begin]
+        rest = [op for op in ops if op not in first]
+        ends = [op for op in missing if op not in first and planned.ops[-1] is op]
+        made = [op for op in missing if op not in first and op not in ends]
+        slots.append(Slot(slot.event, slot.when, (*first, *made, *rest, *ends)))
+    mended = replace(difference.mutant, slots=tuple(slots))
+    names = {op.name for op in mended.ops}
+    at_once = [op.name for op in takewhile(lambda op: isinstance(op, Caller), mended.ops)]  # the caller's, one by one
+
+    def waits(op: Op) -> Op:
+        kept = [name for name in (found.get(op.name, op) if isinstance(op, Caller) else op).waits if name in names]
+        if at_once and at_once[0] in kept and op.name not in at_once:
+            kept += [name for name in at_once if name not in kept]
+        return replace(op, waits=tuple(kept))
+
+    return _changed(mended, waits)
+
+
+def _with_births_first(difference: Difference) -> Schedule:
+    """Lets what uses other elements of a buffer than the op that begins it wait for that."""
+    births: dict[int, tuple[str, tuple[Region, ...]]] = {}
+
+    def change(op: Op) -> Op:
+        if not isinstance(op, (Compute, Launch, Local)):
+            return op
+        waits = op.waits
+        for region in (*op.reads, *op.writes):
+            name, written = births.get(region.buffer, ("", ()))
+            if name and name not in waits and not any(region.overlaps(other) for other in written):
+                waits = (*waits, name)
+        for region in op.writes:
+            births.setdefault(region.buffer, (op.name, op.writes))
+        return replace(op, waits=waits)
+
+    return _changed(difference.mutant, change)
+
+
+def _with_waits_for_frees(difference: Difference) -> Schedule:
+    """Lets what begins memory of compute wait for the frees there that follow what it has waited for."""
+    before: dict[str, set[str]] = {}
+    last: dict[str, str] = {}
+    computed: list[Op] = []
+    begun: set[int] = set()
+    buffers = difference.mutant.buffers
+
+    def change(op: Op) -> Op:
+        known = {name for other in (*op.waits, last.get(op.stream, "")) for name in before.get(other, ())}
+        written = op.writes if isinstance(op, (Launch, Local)) else ()
+        begins = {region.buffer for region in written} - begun
+        begun.update(begins)
+        if op.stream != "compute" and any(buffers[buffer].stream == "compute" for buffer in begins):
+            behind = [other for other in computed if other.name not in known]
+            if behind and all(isinstance(other, Free) for other in behind):
+                op = replace(op, waits=(*op.waits, behind[-1].name))
+        before[op.name] = {op.name, *known}.union(*(before.get(name, ()) for name in op.waits))
+        last[op.stream] = op.name
+        if op.stream == "compute":
+            computed.append(op)
+        return op
+
+    return _changed(difference.mutant, change)
+
+
 KINDS: tuple[Kind, ...] = (
     Kind(
         "idle memory",
@@ -197,6 +276,22 @@ KINDS: tuple[Kind, ...] = (
         "a communicator is used on two streams whose waits happen to order its launches, or has another name than "
         "the one with the same ranks",
         mended=_with_own_communicators,
+    ),
+    Kind(
+        "said of the caller",
+        "a `Caller` says what is not so, or stands elsewhere, or on another stream; all waits that it is for are there",
+        mended=_with_callers_as_planned,
+    ),
+    Kind(
+        "birth elsewhere",
+        "an op uses elements of a buffer that another one has begun, and has itself waited for whoever had the memory",
+        mended=_with_births_first,
+    ),
+    Kind(
+        "behind frees",
+        "what begins memory of compute has waited for the last work there, not for the frees behind it, whose memory "
+        "it has waited for otherwise",
+        mended=_with_waits_for_frees,
     ),
     Kind("terms of a sum", "a sum of two is the same bits in either order", mended=_with_sums_in_order),
     Kind("idle buffer", "a buffer is declared that no op touches", mended=_without_idle_buffers),

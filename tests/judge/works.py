@@ -36,8 +36,8 @@ class Rules:
         all_of: the ranks of which nothing is left out that Note [What the judge leaves out] leaves out.
     """
 
-    beginnings: bool = False
-    borrowed: bool = False
+    beginnings: bool = True
+    borrowed: bool = True
     pressure: bool = False
     num_steps: int = 2
     max_states: int = 2000
