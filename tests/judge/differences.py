@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Literal
 
 from hpfunc._check import find_violations
 from hpfunc._schedule import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Schedule, Slot
 from tests.judge.explore import Rules, judge
 from tests.judge.world import World
+
+Purpose = Literal["gather", "reduce_scatter", "all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +98,18 @@ def _needs_zeros(difference: Difference) -> bool:
 
 
 def _is_of_nothing(difference: Difference) -> bool:
-    empty = [buffer.name for buffer in difference.mutant.buffers if not buffer.numel]
+    buffers = difference.mutant.buffers
+    empty = [buffer.name for buffer in buffers if not buffer.numel]
+    # An op that touches nothing but buffers without elements counts as one of them.
+    empty += [op.name for op in difference.mutant.ops if not any(buffers[i].numel for i in _buffers(op))]
     violations = find_violations(difference.mutant)
     return bool(violations) and all(any(name in str(violation) for name in empty) for violation in violations)
+
+
+def _is_of_streams(difference: Difference) -> bool:
+    """Whether `check` sees a communicator on two streams and nothing else. The judge has tried other orders."""
+    violations = find_violations(difference.mutant)
+    return all("which is used on stream" in violation.text for violation in violations)
 
 
 # ------------------------------------------------------------------------------------------------- what is mere form
@@ -134,10 +146,24 @@ def _with_own_communicators(difference: Difference) -> Schedule:
         if not isinstance(op, Launch) or not isinstance(due, Launch):
             return op
         known = due.communicator if wide(due.communicator) == wide(op.communicator) else op.communicator
-        purpose = op.communicator.purpose if op.stream == "compute" else op.stream
+        purpose = op.stream if op.stream != "compute" else next(iter(_free_purposes(difference.mutant)), due.stream)
         return replace(op, communicator=Communicator(purpose, known.axes))
 
     return _changed(difference.mutant, change)
+
+
+def _free_purposes(schedule: Schedule) -> list[Purpose]:
+    """Returns the purposes for which no stream but compute launches anything."""
+    taken = {op.stream for op in schedule.ops if isinstance(op, Launch)}
+    purposes: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
+    return [purpose for purpose in purposes if purpose not in taken]
+
+
+def _with_plain_layouts(difference: Difference) -> Schedule:
+    """Says of weights with blocks of one element that they are block after block, however they are cut."""
+    program = difference.mutant.program
+    weights = tuple(replace(w, direct=True) if w.block_numel == 1 and w.even else w for w in program.weights)
+    return replace(difference.mutant, program=replace(program, weights=weights))
 
 
 def _with_sums_in_order(difference: Difference) -> Schedule:
@@ -197,17 +223,29 @@ def _with_callers_as_planned(difference: Difference) -> Schedule:
         ends = [op for op in missing if op not in first and planned.ops[-1] is op]
         made = [op for op in missing if op not in first and op not in ends]
         slots.append(Slot(slot.event, slot.when, (*first, *made, *rest, *ends)))
-    mended = replace(difference.mutant, slots=tuple(slots))
+    return _with_one_beginning(replace(difference.mutant, slots=tuple(slots)), found)
+
+
+def _with_one_beginning(mended: Schedule, found: dict[str, Caller]) -> Schedule:
+    """Lets the first `Caller` say all that those behind it say, as the caller does nothing in between.
+
+    Args:
+        mended: a schedule.
+        found: what has been said before, for the waits.
+    """
     names = {op.name for op in mended.ops}
-    at_once = [op.name for op in takewhile(lambda op: isinstance(op, Caller), mended.ops)]  # the caller's, one by one
+    at_once = [op for op in takewhile(lambda op: isinstance(op, Caller), mended.ops) if isinstance(op, Caller)]
+    writes = tuple(dict.fromkeys(region for op in at_once for region in op.writes))
 
-    def waits(op: Op) -> Op:
+    def change(op: Op) -> Op:
         kept = [name for name in (found.get(op.name, op) if isinstance(op, Caller) else op).waits if name in names]
-        if at_once and at_once[0] in kept and op.name not in at_once:
-            kept += [name for name in at_once if name not in kept]
-        return replace(op, waits=tuple(kept))
+        if op in at_once:
+            return replace(op, writes=writes if op is at_once[0] else (), waits=tuple(kept))
+        others = [other.name for other in at_once[1:]]
+        kept = [at_once[0].name if name in others else name for name in kept]
+        return replace(op, waits=tuple(dict.fromkeys(kept)))
 
-    return _changed(mended, waits)
+    return _changed(mended, change)
 
 
 def _with_births_first(difference: Difference) -> Schedule:
@@ -229,8 +267,8 @@ def _with_births_first(difference: Difference) -> Schedule:
     return _changed(difference.mutant, change)
 
 
-def _with_waits_for_frees(difference: Difference) -> Schedule:
-    """Lets what begins memory of compute wait for the frees there that follow what it has waited for."""
+def _with_waits_behind_the_caller(difference: Difference) -> Schedule:
+    """Lets what begins memory of compute wait also for the step's own ops there, behind the caller's last work."""
     before: dict[str, set[str]] = {}
     last: dict[str, str] = {}
     computed: list[Op] = []
@@ -244,7 +282,7 @@ def _with_waits_for_frees(difference: Difference) -> Schedule:
         begun.update(begins)
         if op.stream != "compute" and any(buffers[buffer].stream == "compute" for buffer in begins):
             behind = [other for other in computed if other.name not in known]
-            if behind and all(isinstance(other, Free) for other in behind):
+            if behind and all(isinstance(other, (Free, Local)) for other in behind):
                 op = replace(op, waits=(*op.waits, behind[-1].name))
         before[op.name] = {op.name, *known}.union(*(before.get(name, ()) for name in op.waits))
         last[op.stream] = op.name
@@ -270,11 +308,15 @@ KINDS: tuple[Kind, ...] = (
         "a buffer is given back on another stream than its own, which has waited for all its uses anyway",
         mended=_with_frees_at_home,
     ),
+    Kind(
+        "layout",
+        "blocks of one element lie one after another in every layout",
+        mended=_with_plain_layouts,
+    ),
     Kind("label of a shard", "the stream of the caller's memory means nothing", mended=_with_labels_of_shards),
     Kind(
         "name of a communicator",
-        "a communicator is used on two streams whose waits happen to order its launches, or has another name than "
-        "the one with the same ranks",
+        "a communicator has another name than the one with the same ranks",
         mended=_with_own_communicators,
     ),
     Kind(
@@ -288,10 +330,10 @@ KINDS: tuple[Kind, ...] = (
         mended=_with_births_first,
     ),
     Kind(
-        "behind frees",
-        "what begins memory of compute has waited for the last work there, not for the frees behind it, whose memory "
-        "it has waited for otherwise",
-        mended=_with_waits_for_frees,
+        "behind the caller",
+        "what begins memory of compute has waited for the caller's last work there, not for the step's own ops behind "
+        "it, which give nothing back that it has not waited for otherwise",
+        mended=_with_waits_behind_the_caller,
     ),
     Kind("terms of a sum", "a sum of two is the same bits in either order", mended=_with_sums_in_order),
     Kind("idle buffer", "a buffer is declared that no op touches", mended=_without_idle_buffers),

@@ -183,8 +183,9 @@ class Rank:
             work.segment = self.world.segment(event, slot.when)
             self._touch(work, op)
             self.works.append(work)
-            if self.pressure and isinstance(op, Free):
-                self._other(step, self.schedule.buffers[op.buffer].stream, keeps=True)
+            if self.pressure and isinstance(op, (Free, Deliver)):
+                given = op.buffer if isinstance(op, Free) else op.region.buffer
+                self._other(step, self.schedule.buffers[given].stream, keeps=True)
         for work in self.works[begin:]:
             if work.op is not None:
                 work.waits = [numbers[name] for name in work.op.waits]
