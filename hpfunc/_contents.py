@@ -19,6 +19,11 @@ OWN = -1
 """As a rank: the one that looks, so another block on each rank."""
 ENTIRE = -2
 """As a rank: all of them, in a layout that is not block after block."""
+SHORT = -3
+"""As a rank: the one that looks, but without the padding of its block. Some rank has fewer elements than the others."""
+
+WHOLE = "that of the whole gradient"
+"""As the dtype of a division: it came before the cast to the dtype of the message."""
 
 Axes: TypeAlias = tuple[str, ...]
 Uses: TypeAlias = tuple[tuple[int, int], ...]
@@ -58,7 +63,7 @@ class Grad(NamedTuple):
         uses: the (event, position in its unit) whose gradients are added up in it, in that order, in groups: those of a
             group were added up before they were scattered. See Note [Carried gradients].
         summed: the mesh axes over which it is summed.
-        divided: what it is divided by.
+        divided: what it is divided by, and in which dtype, one division after another: each rounds.
         early: it was divided before it was summed.
         source: (axes, rank) while it is the summand that this rank over these axes has sent.
     """
@@ -68,7 +73,7 @@ class Grad(NamedTuple):
     dtypes: tuple[str, ...]
     uses: tuple[Uses, ...]
     summed: frozenset[str] = frozenset()
-    divided: int = 1
+    divided: tuple[tuple[int, str], ...] = ()
     early: bool = False
     source: tuple[Axes, int] | None = None
 
@@ -236,7 +241,15 @@ def finished(program: Program, weight: int, uses: tuple[Uses, ...], carried: boo
     dtypes = scattered_dtypes(w, uses)
     if carried and w.num_replicas > 1:
         dtypes = chain(*dtypes, w.reduce_dtype, w.accum_dtype)
-    return join([(Piece(Grad(weight, OWN, dtypes, uses, sum_axes(w), w.divisor, early), w.block_numel),)])
+    late = w.accum_dtype if carried and w.num_replicas == 1 else w.reduce_dtype
+    divided = ((w.divisor, WHOLE if early else late),) if w.divisor > 1 else ()
+    return join([(Piece(Grad(weight, OWN, dtypes, uses, sum_axes(w), divided, early), w.block_numel),)])
+
+
+def shard(weight: Weight, index: int, dtype: str) -> Content:
+    """Returns what the caller has written into the shard of a weight: no padding, where there is any."""
+    padded = not weight.even and weight.num_shards > 1
+    return join([(Piece(Param(index, SHORT if padded else OWN, (dtype,)), weight.block_numel),)])
 
 
 def sum_axes(weight: Weight) -> frozenset[str]:
@@ -291,6 +304,8 @@ class Collectives:
         blocks_of: list[tuple[Param, Piece]] = []
         for piece in content:
             value = piece.value
+            if isinstance(value, Param) and value.rank == SHORT:
+                raise WrongError(f"gathers the shard of {self._weights[value.weight].name}, which is not padded yet")
             if not isinstance(value, Param) or value.rank != OWN or self._weights[value.weight].gather_axes != axes:
                 raise WrongError(f"gathers over {axes} what is not a shard cut over them: {value}")
             blocks_of.append((value, piece))

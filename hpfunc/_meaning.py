@@ -6,11 +6,13 @@ nothing here is shared with the planner.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from ._contents import (
     OWN,
+    WHOLE,
     Axes,
     Collectives,
     Content,
@@ -30,6 +32,7 @@ from ._contents import (
     finished,
     join,
     packed,
+    shard,
     sum_axes,
     summed_dtypes,
 )
@@ -164,8 +167,8 @@ class _Run:
             made_here = self._program.weights[buffer.weight].origin is None
             if made_here and slot.event < self._first_uses.get(buffer.weight, 0):
                 raise WrongError(f"writes {buffer.name} before its unit is called: the step has not made it yet")
-            value = Nothing() if region in self._given else Param(buffer.weight, OWN, (buffer.dtype,))
-            self._write(region, join([(Piece(value, region.numel),)]))
+            written = shard(self._program.weights[buffer.weight], buffer.weight, buffer.dtype)
+            self._write(region, (Piece(Nothing(), region.numel),) if region in self._given else written)
             self._given.add(region)
 
     def _compute(self, op: Compute) -> None:
@@ -239,8 +242,11 @@ class _Run:
             return piece
         if not isinstance(value, Grad) or value.rank != OWN:
             raise WrongError(f"scales what is no block of a gradient: {value}")
+        if divisor == 1:
+            return piece
         early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
-        return piece._replace(value=value._replace(divided=value.divided * divisor, early=early))
+        divided = (*value.divided, (divisor, value.dtypes[-1]))
+        return piece._replace(value=value._replace(divided=divided, early=early))
 
     def _owned(self, op: Local, contents: list[Content]) -> list[Content]:
         owned: list[Content] = []
@@ -273,14 +279,11 @@ class _Run:
         return self._whole_gradient(weight, uses[0][0] + uses[1][0])
 
     def _packed_shards(self, op: Local, contents: list[Content]) -> Content:
-        shards = [
-            join([(Piece(Param(weight, OWN, (w.shard_dtype,)), w.block_numel),)])
-            for weight in op.weights
-            if (w := self._program.weights[weight])
-        ]
-        if contents != shards:
+        weights = [(self._program.weights[weight], weight) for weight in op.weights]
+        if contents != [shard(w, weight, w.shard_dtype) for w, weight in weights]:
             raise WrongError("does not read the shards of its weights, in order")
-        return cast(join(shards), self._dtype(op.writes[0]))
+        padded = ((Piece(Param(weight, OWN, (w.shard_dtype,)), w.block_numel),) for w, weight in weights)
+        return cast(join(padded), self._dtype(op.writes[0]))
 
     def _unpacked(self, op: Local, contents: list[Content]) -> list[Content]:
         weights = [self._program.weights[weight] for weight in op.weights]
@@ -299,7 +302,8 @@ class _Run:
             if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
                 raise WrongError(f"does not read the whole gradient of {w.name}")
             dtypes = chain(*value.dtypes, self._dtype(op.writes[0]))
-            values.append(value._replace(dtypes=dtypes, divided=op.divisor, early=op.divisor > 1))
+            divided = ((op.divisor, WHOLE),) if op.divisor > 1 else ()
+            values.append(value._replace(dtypes=dtypes, divided=divided, early=bool(divided)))
         if not weights or len(contents) != len(weights) or len({w.num_shards for w in weights}) > 1:
             raise WrongError("does not read one gradient for each of its weights")
         return packed(weights, values)
@@ -324,6 +328,14 @@ class _Run:
         return self._program.events[event].kind == "end_backward" and not self._program.events[event].carry
 
 
+def _divisors(*values: Grad) -> list[str]:
+    """Returns for people by what values are divided, and how where that is all in which they differ."""
+    products = [str(math.prod(divisor for divisor, _ in value.divided)) for value in values]
+    if len(set(products)) > 1:
+        return products
+    return [" and ".join(f"{divisor} in {dtype}" for divisor, dtype in value.divided) for value in values]
+
+
 def _difference(content: Content, right: Content) -> str:
     """Returns in which fields the content differs from what is right."""
     match content, right:
@@ -334,7 +346,7 @@ def _difference(content: Content, right: Content) -> str:
                 ("dtypes", found.dtypes, wanted.dtypes),
                 ("uses", found.uses, wanted.uses),
                 ("summed", sorted(found.summed), sorted(wanted.summed)),
-                ("divided", found.divided, wanted.divided),
+                ("divided", *_divisors(found, wanted)),
                 ("early", found.early, wanted.early),
                 ("source", found.source, wanted.source),
             )

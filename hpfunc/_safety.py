@@ -159,6 +159,8 @@ def _misuse(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Cl
         yield f"delivers {buffer.name}, which is memory of stream {buffer.stream}: the caller drops it unseen by that"
     if use.writes:
         yield from _miswrite(schedule, use, life, computed, clock)
+    elif life.born is None and 0 == use.region.numel < buffer.numel:  # of all others `wrong_meanings` tells
+        yield f"reads {buffer.name}, which nobody has written"
 
 
 def _verb(op: Op) -> str:

@@ -1,0 +1,189 @@
+"""The judge itself: it sees planted faults, accepts what is planned, and leaves out nothing that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from hpfunc._plan import Traits, plan
+from hpfunc._policy import Policy
+from hpfunc._schedule import Communicator, Deliver, Free, Launch, Schedule
+from tests.judge.explore import judge
+from tests.judge.inputs import mutated, small_case
+from tests.judge.works import Rules
+from tests.judge.world import World
+from tests.planning.mutants import flat, put, rebuilt
+from tests.planning.programs import layers
+
+HSDP = {"replicate": 2, "shard": 2}
+FSDP = {"shard": 2}
+RULES = Rules()
+
+THREE = plan(layers(3, FSDP, 8), Policy(pack_below_bytes=0), Traits())
+BOTH = plan(layers(2, HSDP, 8), Policy(), Traits(ordered_sums=True))
+
+
+def named(schedule: Schedule, name: str) -> tuple[int, Any]:
+    return next((place, op) for place, (_, op) in enumerate(flat(schedule)) if op.name == name)
+
+
+def changed(schedule: Schedule, name: str, **fields: object) -> Schedule:
+    place, op = named(schedule, name)
+    return put(schedule, place, replace(op, **fields))
+
+
+def moved(schedule: Schedule, name: str, before: str) -> Schedule:
+    """Returns the schedule with an op before another one; it waits for what is issued by then."""
+    ops = flat(schedule)
+    _, op = ops.pop(named(schedule, name)[0])
+    target = next(place for place, (_, other) in enumerate(ops) if other.name == before)
+    issued = {other.name for _, other in ops[:target]}
+    ops.insert(target, (ops[target][0], replace(op, waits=tuple(wait for wait in op.waits if wait in issued))))
+    return rebuilt(schedule, ops)
+
+
+def swapped(schedule: Schedule, one: str, two: str) -> Schedule:
+    """Returns the schedule with two ops in each other's place."""
+    ops = flat(schedule)
+    a, b = named(schedule, one)[0], named(schedule, two)[0]
+    ops[a], ops[b] = (ops[a][0], ops[b][1]), (ops[b][0], ops[a][1])
+    return rebuilt(schedule, ops)
+
+
+# -------------------------------------------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("harsher", [{}, {"pressure": True}])
+def test_planned_schedules_are_right(harsher: dict[str, bool]) -> None:
+    """Also in the harsher worlds by which differences are explained."""
+    for seed in range(60):
+        case = small_case(Random(seed))
+        world = World(case.program, case.mesh_sizes, neutral=not harsher)
+        verdict = judge(plan(case.program, case.policy, case.traits), case.mesh_sizes, replace(RULES, **harsher), world)
+        assert verdict.is_right, f"seed {seed}: {verdict}"
+
+
+def test_no_interleaving_of_a_planned_schedule_can_be_told_from_another() -> None:
+    assert judge(BOTH, HSDP, RULES).num_states == 0
+
+
+# -------------------------------------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize("name", sorted(op.name for op in BOTH.ops if op.waits and not isinstance(op, Free)))
+def test_every_missing_wait_shows(name: str) -> None:
+    verdict = judge(changed(BOTH, name, waits=()), HSDP, RULES)
+    assert verdict.is_right is False
+    assert verdict.kind == "timing"
+
+
+@pytest.mark.parametrize("name", sorted(op.name for op in BOTH.ops if op.waits and isinstance(op, Free)))
+def test_every_early_free_shows_if_somebody_takes_the_memory(name: str) -> None:
+    early = changed(BOTH, name, waits=())
+    assert judge(early, HSDP, replace(RULES, pressure=True)).is_right is False
+
+
+FAULTS: dict[str, tuple[Callable[[], Schedule], str]] = {
+    "freed before its last use": (lambda: moved(THREE, "free whole w1", "backward layer1"), "given back"),
+    "freed twice": (
+        lambda: rebuilt(
+            THREE, [*flat(THREE), (len(THREE.slots) - 1, replace(named(THREE, "free whole w0")[1], name="again"))]
+        ),
+        "given back",
+    ),
+    "never freed": (lambda: rebuilt(THREE, [pair for pair in flat(THREE) if pair[1].name != "free whole w0"]), "never"),
+    "never delivered": (
+        lambda: rebuilt(THREE, [pair for pair in flat(THREE) if pair[1].name != "deliver w0"]),
+        "w0|never",
+    ),
+    "not scaled": (
+        lambda: rebuilt(THREE, [pair for pair in flat(THREE) if pair[1].name != "scale layer2"]),
+        "gradient",
+    ),
+    "scaled by another number": (lambda: changed(THREE, "scale layer2", divisor=4), "gradient"),
+    "written after its delivery": (lambda: moved(THREE, "deliver w2", "scale layer2"), "gradient"),
+    "writes the caller's": (
+        lambda: changed(THREE, "gather layer0", writes=named(THREE, "gather layer1")[1].reads),
+        "caller's",
+    ),
+    "waits for what comes later": (lambda: changed(THREE, "gather layer0", waits=("backward layer0",)), "not issued"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_show(fault: str) -> None:
+    make, reason = FAULTS[fault]
+    verdict = judge(make(), FSDP, RULES)
+    assert verdict.is_right is False
+    assert any(word in verdict.reason for word in reason.split("|")), verdict
+
+
+def test_launches_in_another_order_on_one_rank_meet_the_wrong_ones() -> None:
+    torn = swapped(THREE, "reduce_scatter layer1", "reduce_scatter layer0")
+    assert judge([THREE, torn], FSDP, RULES).is_right is False
+    other = layers(3, FSDP, 8)
+    program = replace(other, weights=(*other.weights[:2], replace(other.weights[2], block_numel=5)))
+    valid = plan(program, Policy(pack_below_bytes=0, prefetch=2), Traits())
+    ranks = [valid, swapped(valid, "gather layer1", "gather layer2")]
+    assert judge([valid, valid], FSDP, RULES).is_right
+    assert "ranks meet in" in judge(ranks, FSDP, RULES).reason
+
+
+def test_ranks_that_wait_for_each_other_are_stuck() -> None:
+    """One rank launches b behind a, the other one a behind b, over two communicators."""
+    valid = plan(layers(2, FSDP, 8), Policy(pack_below_bytes=0), Traits())
+    other = Communicator("all_reduce", ("shard",))
+    fields = {"stream": "all_reduce", "communicator": other}
+    one = changed(valid, "gather layer1", **fields, waits=("gather layer0",))
+    two = changed(swapped(valid, "gather layer0", "gather layer1"), "gather layer1", **fields)
+    two = changed(two, "gather layer0", waits=("gather layer1",))
+    assert judge([one, one], FSDP, replace(RULES, max_states=20)).kind != "deadlock"
+    assert judge([one, two], FSDP, RULES).kind == "deadlock"
+
+
+def test_a_launch_that_a_rank_leaves_out_is_a_deadlock() -> None:
+    less = rebuilt(THREE, [pair for pair in flat(THREE) if pair[1].name != "reduce_scatter layer0"])
+    lonely = [op for op in less.ops if isinstance(op, Launch)]
+    assert len(lonely) == len([op for op in THREE.ops if isinstance(op, Launch)]) - 1
+    assert judge([THREE, less], FSDP, RULES).is_right is False
+
+
+def test_the_world_in_which_the_caller_orders_nothing_shows_the_published_races() -> None:
+    """A first gather that does not wait for the optimizer, and a gradient that is delivered out of a side stream."""
+    world = replace(RULES, beginnings=True)
+    alone = changed(THREE, "gather layer0", waits=())
+    assert judge(alone, FSDP, world).is_right is False
+    assert any(isinstance(op, Deliver) for op in THREE.ops)
+
+
+# --------------------------------------------------------------------------------------------- what is left out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"shard": 2}, {"replicate": 2}], ids=["shards", "replicas"])
+def test_leaving_out_interleavings_changes_no_verdict(mesh: dict[str, int]) -> None:
+    """Against a search that tries every action of one rank wherever it can be done: one unit, one step."""
+    program = layers(1, mesh, 2, cut=tuple(axis for axis in mesh if axis == "shard"))
+    world, all_of_them = World(program, mesh), replace(RULES, num_steps=1, all_of=(0,), max_states=30_000)
+    verdicts: set[bool | None] = set()
+    for ordered in (False, True):
+        valid = plan(program, Policy(), Traits(ordered_sums=ordered))
+        waits = [changed(valid, op.name, waits=()) for op in valid.ops if op.waits]
+        mutants = [found[1] for seed in range(8) if (found := mutated(Random(seed), valid))]
+        for schedule in [valid, *waits, *mutants]:
+            few = judge(schedule, mesh, replace(RULES, num_steps=1), world)
+            every = judge(schedule, mesh, all_of_them, world)
+            assert every.is_right is not None, "too many states"
+            assert few.is_right == every.is_right, f"{few}, {every}"
+            verdicts.add(every.is_right)
+    assert verdicts == {True, False}
+
+
+def test_beyond_its_budget_the_judge_says_so() -> None:
+    verdict = judge(BOTH, HSDP, replace(RULES, all_of=(0, 1, 2, 3), max_states=10))
+    assert verdict.is_right is None
+    assert verdict.num_states == 11
