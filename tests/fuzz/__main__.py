@@ -16,8 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tqdm import tqdm
 
 from tests.fuzz.cases import Case
-from tests.fuzz.draw import Limits, draw, features
+from tests.fuzz.draw import Limits, draw
 from tests.fuzz.drive import Result, Runner
+from tests.fuzz.features import features
 from tests.fuzz.report import Report
 from tests.fuzz.shrink import shrink
 from tests.ranks import stop_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,10 @@ class LossWorld(Protocol):
 
     def own(self, name: str) -> Tensor:
         """Returns this rank's part of an array, or a plain tensor."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """Returns a whole array outside of units."""
         ...
 
 
@@ -105,9 +110,12 @@ def unit_function(case: Case, unit: Unit, world: Any) -> Callable[..., Any]:
             count = len(op.weights)
             x = KINDS[op.kind].apply(x, *values[place : place + count], world, **dict(op.options))
             place += count
-        return _output(unit.output, x, given)
+        return OUTPUTS[unit.output](x, given)
 
-    return fn
+    def checkpointing(weights: Any, x: Tensor) -> Any:
+        return world.inner_checkpoint(fn, weights, x)
+
+    return checkpointing if unit.checkpoints else fn
 
 
 OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -121,10 +129,6 @@ OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transposed": lambda y, x: y.t(),
     "lost": lambda y, x: {"y": x * 1.0, "lost": y},
 }
-
-
-def _output(kind: str, y: Tensor, x: Tensor) -> Any:
-    return OUTPUTS[kind](y, x)
 
 
 def _taken(kind: str, out: Any) -> Tensor:
@@ -208,6 +212,10 @@ def _statement(world: LossWorld, statement: Call | Join, h: list[Tensor]) -> Ten
         return x
 
     source = h[statement.source]
+    if statement.is_without_grad:
+        with torch.no_grad():
+            extra = calls(source)
+        return source + extra
     return world.checkpoint(calls, source) if statement.is_checkpointed else calls(source)
 
 
@@ -219,6 +227,14 @@ def _term(world: LossWorld, term: Term, h: list[Tensor]) -> Tensor:
             return h[int(term.of)].mean()
         case "local":
             return world.own(str(term.of)).square().sum()
+        case "whole":
+            return world.whole(str(term.of)).square().mean()
+        case "penalty":
+            x = h[0].detach().requires_grad_()
+            call = next(s for s in world.case.body if isinstance(s, Call))
+            out = _statement(world, replace(call, source=0, is_without_grad=False), [x])
+            (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            return gradient.square().mean()
         case "plain":
             return (world.own(str(term.of)) * h[-1].mean()).sum()
     raise AssertionError(term)

@@ -104,6 +104,7 @@ class Unit:
         output: what it returns; see `build`.
         tree: ``"dict"`` or ``"tuple"`` of its weights.
         is_expert: its weights are gathered over the axis shard alone.
+        checkpoints: it calls torch's checkpointing by itself, with its weights as arguments.
     """
 
     ops: tuple[Op, ...]
@@ -112,6 +113,7 @@ class Unit:
     tree: str = "dict"
     remat: bool = False
     is_expert: bool = False
+    checkpoints: bool = False
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -121,17 +123,19 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``h.append(units[-1](... units[0](h[source])))``, under torch's checkpointing or not."""
+    """``h.append(units[-1](... units[0](h[source])))``, under torch's checkpointing, without a gradient, or just so."""
 
     units: tuple[int, ...]
     source: int
     is_checkpointed: bool = False
+    is_without_grad: bool = False
 
     def __str__(self) -> str:
         text = f"h[{self.source}]"
         for unit in self.units:
             text = f"unit{unit}({text})"
-        return f"checkpoint({text})" if self.is_checkpointed else text
+        text = f"checkpoint({text})" if self.is_checkpointed else text
+        return f"h[{self.source}] + without_grad({text})" if self.is_without_grad else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +152,17 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term of the loss: of an activation (``"square"``, ``"mean"``), or of an array (``"local"``, ``"plain"``)."""
+    """A term of the loss: of an activation, or of an array by its name. See `build`."""
 
     kind: str
     of: int | str
     factor: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.factor} * {self.kind}({self.of!r})" if isinstance(self.of, str) else (
-            f"{self.factor} * {self.kind}(h[{self.of}])"
+        return (
+            f"{self.factor} * {self.kind}({self.of!r})"
+            if isinstance(self.of, str)
+            else (f"{self.factor} * {self.kind}(h[{self.of}])")
         )
 
 
@@ -170,8 +176,10 @@ class Around:
     reduce_op: str = "mean"
     param_dtype: str = ""
     reduce_dtype: str = ""
+    accum_dtype: str = ""
     policy: tuple[tuple[str, Any], ...] = (("pack_below_bytes", 0),)
     twice: bool = False
+    evaluates: bool = False
     update: str = ""
     is_donated: bool = False
     is_remade: bool = False
@@ -222,7 +230,8 @@ class Case:
             kept = ", ".join(fact for fact in (*facts, rows) if fact)
             lines.append(f"{array.name} = array{array.shape}, P{array.spec}  # {kept}")
         for i, unit in enumerate(self.units):
-            notes = [unit.tree, *(["remat"] if unit.remat else []), *(["axes='shard'"] if unit.is_expert else [])]
+            flags = {"remat": unit.remat, "axes='shard'": unit.is_expert, "checkpoints inside": unit.checkpoints}
+            notes = [unit.tree, *(name for name, is_so in flags.items() if is_so)]
             lines.append(f"unit{i}(x):  # {', '.join(notes)}")
             lines += [f"    {op}" for op in unit.ops]
             lines += [f"    # unused: {ref}" for ref in unit.unused]

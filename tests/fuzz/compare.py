@@ -78,7 +78,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 def tolerance(case: Case) -> float:
     """Returns the relative difference that the dtypes of a case explain."""
     around = case.around
-    return TOLERANCE[around.reduce_dtype or around.param_dtype or "float64"]
+    found = [around.reduce_dtype or around.param_dtype, around.accum_dtype, *(array.dtype for array in case.arrays)]
+    return max(TOLERANCE[name] for name in ["float64", *found] if name in TOLERANCE)
 
 
 def numbers(case: Case, rank: int, got: Delivered, want: Judged) -> Iterator[tuple[str, str]]:
@@ -115,10 +116,8 @@ def _gradient(
         yield "wrong shape", f"gradient of {name}: {tuple(tensor.shape)}, judge {tuple(expected.shape)}"
     elif not _close(tensor, expected, tolerance(case), max(want.scales[n][key], floor)):
         ratio = float((tensor * expected).sum() / expected.square().sum().clamp_min(1e-300)) if tensor.numel() else 1.0
-        which = f" of pass {n}" if n else ""
-        yield "wrong gradient", (
-            f"of {name}{which}: {_first(tensor)}, judge {_first(expected)}; about {ratio:.4g} times what it should be"
-        )
+        which = f"of {name}{f' of pass {n}' if n else ''}"
+        yield "wrong gradient", f"{which}: {_first(tensor)}, judge {_first(expected)}; about {ratio:.4g} times that"
 
 
 def _close(got: Tensor, want: Tensor, limit: float, scale: float) -> bool:
@@ -133,7 +132,7 @@ def _first(tensor: Tensor) -> str:
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
-def memory(case: Case, got: Delivered, arguments: list[Tensor], batch: Tensor) -> Iterator[tuple[str, str]]:
+def memory(case: Case, got: Delivered, arguments: list[Tensor]) -> Iterator[tuple[str, str]]:
     """Yields what shares memory, or was written into."""
     named = list(got.named())
     for i, (name, tensor) in enumerate(named):

@@ -31,7 +31,10 @@ def _grids(ranks: int) -> list[Grid]:
     for sizes in [(n, 1), (1, n), (2, n // 2), (n // 2, 2)]:
         found += [Grid(sizes, ("shard", "tp"), ("shard",))]
         found += [Grid(sizes, ("shard", "ep"), ("shard", "ep"))]
-    found += [Grid((1, n, 1), ("replicate", "shard", "tp"), both), Grid((n // 2, 1, 2), ("replicate", "shard", "tp"), both)]
+    found += [
+        Grid((1, n, 1), ("replicate", "shard", "tp"), both),
+        Grid((n // 2, 1, 2), ("replicate", "shard", "tp"), both),
+    ]
     found += [Grid((1, n), ("x", "y"), ("x", "y")), Grid((1, 1, n), ("replicate", "shard", "ep"), (*both, "ep"))]
     if n == 4:
         found += [Grid((2, 2), both, both)] * 5 + [Grid((2, 2), ("dp", "tp"), ("dp",), False)]
@@ -61,12 +64,9 @@ class _Drawer:
         kind = need.kind or ("dense" if is_expert else "")
         known = [a for a in self.arrays if a.kind == kind and a.dtype == need.dtype]
         fitting = [a for a in known if a.shape[a.num_rows :] == need.shape]
-        if fitting and self.chance(0.35):
-            array = self.rng.choice(fitting)
-        else:
-            array = self._new(need, kind)
+        array = self.rng.choice(fitting) if fitting and self.chance(0.35) else self._new(need, kind)
         rows = tuple(self.rng.randrange(n) for n in array.shape[: array.num_rows])
-        return Ref(array.name, rows, array.dtype == "float64" and self.chance(0.04))
+        return Ref(array.name, rows, array.dtype == "float64" and self.chance(0.01))
 
     def _new(self, need: Need, kind: str) -> Array:
         lead: tuple[int, ...] = ()
@@ -97,6 +97,9 @@ class _Drawer:
             dims[need.tp_dim].insert(0, "tp")
         return tuple(None if not d else d[0] if len(d) == 1 else tuple(d) for d in dims)
 
+    def _narrow(self, array: Array) -> Array:
+        return replace(array, dtype="float32") if array.dtype == "float64" and self.chance(0.5) else array
+
     # --- units ------------------------------------------------------------------------------------------------------
     def unit(self, *, may_write_input: bool, may_be_bad: bool) -> Unit:
         is_expert = "ep" in self.grid.names and self.chance(0.5)
@@ -122,19 +125,20 @@ class _Drawer:
             unused = [self.ref(need, is_expert=is_expert)]
         output = "tensor" if self.chance(0.6) else self.rng.choice(list(OUTPUTS))
         tree = "tuple" if self.chance(0.3) else "dict"
-        return Unit(tuple(ops), tuple(unused), output, tree, self.chance(0.2), is_expert)
+        inside = self.chance(0.06) and not any("bad" in KINDS[op.kind].tags for op in ops) and not may_write_input
+        return Unit(tuple(ops), tuple(unused), output, tree, self.chance(0.2), is_expert, inside)
 
     # --- the loss ---------------------------------------------------------------------------------------------------
     def body(self, num_units: int, *, checkpoints: bool, may_be_bad: bool) -> list[Call | Join]:
         found: list[Call | Join] = []
         order = list(range(num_units))
-        for i in range(self.rng.randint(num_units, max(self.limits.statements, num_units))):
+        for _ in range(self.rng.randint(num_units, max(self.limits.statements, num_units))):
             last = len(found)
             source = last if self.chance(0.85) else self.rng.randint(0, last)
             if order or self.chance(0.3):
                 first = order.pop(0) if order else self.rng.randrange(num_units)
                 chain = (first, self.rng.randrange(num_units)) if self.chance(0.1) else (first,)
-                found.append(Call(chain, source, checkpoints and self.chance(0.4)))
+                found.append(Call(chain, source, checkpoints and self.chance(0.4), self.chance(0.03)))
             elif last:
                 found.append(self._join(last, may_be_bad=may_be_bad))
             if last and order and self.chance(0.3):
@@ -147,7 +151,10 @@ class _Drawer:
         if kind in ("residual_in_place", "relu_in_place") and self.chance(0.5):
             kind = "add"
         first = self.rng.randint(1, last)  # not the examples: they are the caller's
-        return Join(kind, first if not self.chance(0.5) else last, self.rng.randint(0, last))
+        first = last if self.chance(0.5) else first
+        # What is detached is the first one: the gradient goes on through the second.
+        lost = kind in ("detached", "without_grad")
+        return Join(kind, first, last if lost else self.rng.randint(0, last))
 
     def loss(self, num_activations: int) -> list[Term]:
         kind = "square" if self.chance(0.75) else "mean"
@@ -158,6 +165,11 @@ class _Drawer:
             floating = [a for a in self.arrays if a.dtype == "float64" and a.kind != "plain"]
             if floating:
                 terms.append(Term("local", self.rng.choice(floating).name, 0.3))
+        if "tp" not in self.grid.names and self.chance(0.03):
+            floating = [a for a in self.arrays if a.dtype == "float64" and a.kind != "plain"]
+            terms += [Term("whole", self.rng.choice(floating).name, 0.3)] if floating else []
+        if self.chance(0.01):
+            terms.append(Term("penalty", 0, 0.3))
         if self.chance(0.08):
             name, shape = f"p{len(self.arrays)}", self.rng.choice([(), (3,), (2, 2), (0,)])
             self.arrays.append(Array(name, shape, (), "b", "plain"))
@@ -183,7 +195,7 @@ class _Drawer:
     def around(self) -> Around:
         rng = self.rng
         update = rng.choices(["", "by hand", "sgd", "momentum"], [78, 8, 7, 7])[0]
-        param_dtype = rng.choices(["", "float32", "bfloat16"], [88, 6, 6])[0]
+        param_dtype = rng.choices(["", "float32", "bfloat16", "float64"], [84, 5, 5, 6])[0]
         return Around(
             returns="value_and_grad" if self.chance(0.85) else "grad",
             has_aux=self.chance(0.2),
@@ -191,8 +203,10 @@ class _Drawer:
             reduce_op=rng.choices(["mean", "sum"], [80, 20])[0],
             param_dtype=param_dtype,
             reduce_dtype=rng.choice(["", "float64", "float32"]) if param_dtype else "",
+            accum_dtype=rng.choices(["", "float32"], [95, 5])[0],
             policy=tuple(self.policy().items()),
             twice=self.chance(0.08),
+            evaluates=param_dtype != "float64" and self.chance(0.08),
             update=update,
             is_donated=bool(update) and self.chance(0.6),
             is_remade=not update and self.chance(0.05),
@@ -215,65 +229,11 @@ class _Drawer:
             body = [_unchecked(s) for s in body] if self.chance(0.5) else body
         if around.param_dtype == "bfloat16" and any(KINDS[op.kind].tags for unit in units for op in unit.ops):
             around = replace(around, param_dtype="float32")  # torch has no views of it as complex numbers
+        if around.param_dtype == "float64":
+            self.arrays = [self._narrow(array) for array in self.arrays]
         detached = self.chance(0.01)
         return Case(self.seed, self.grid, tuple(self.arrays), tuple(units), tuple(body), tuple(loss), around, detached)
 
 
 def _unchecked(statement: Call | Join) -> Call | Join:
     return replace(statement, is_checkpointed=False) if isinstance(statement, Call) else statement
-
-
-def features(case: Case) -> set[str]:
-    """Returns what is in a case, for the summary."""
-    around, found = case.around, set()
-    found |= {f"op {op.kind}" for unit in case.units for op in unit.ops}
-    found |= {f"tag {tag}" for unit in case.units for op in unit.ops for tag in KINDS[op.kind].tags}
-    found |= {f"view {s[0]}" for u in case.units for op in u.ops for k, v in op.options if k == "steps" for s in v}
-    found |= {f"output {unit.output}" for unit in case.units if unit.output != "tensor"}
-    found |= {f"join {s.kind}" for s in case.body if isinstance(s, Join)}
-    found |= {f"loss {term.kind}" for term in case.loss}
-    names = "x".join(f"{name}{size}" for name, size in zip(case.grid.names, case.grid.sizes, strict=True))
-    found.add(f"mesh {names}{'' if case.grid.given else ' by name'}")
-    found |= _array_features(case)
-    found |= {f"{key} {value}" for key, value in around.policy if key in ("release", "pack_below_bytes", "prefetch")}
-    found |= {f"policy {key}" for key, _ in around.policy}
-    flags = {
-        "remat": any(unit.remat for unit in case.units),
-        "checkpoint": any(isinstance(s, Call) and s.is_checkpointed for s in case.body),
-        "unit used twice": len({u for s in case.body if isinstance(s, Call) for u in s.units}) < _num_uses(case),
-        "unused weight": any(unit.unused for unit in case.units),
-        "expert unit": any(unit.is_expert for unit in case.units),
-        "detached loss": case.has_detached_loss,
-        "aux": around.has_aux, "twice": around.twice, "donated": around.is_donated, "remade": around.is_remade,
-        "partition": around.is_partitioned, "debug": around.debug,
-    }  # fmt: skip
-    found |= {name for name, is_there in flags.items() if is_there}
-    given = {
-        "returns": around.returns, "accumulate": around.accumulate, "reduce_op": around.reduce_op,
-        "param_dtype": around.param_dtype, "update": around.update, "outer": around.outer, "batch": around.batch,
-    }  # fmt: skip
-    return found | {f"{key} {value}" for key, value in given.items() if value}
-
-
-def _num_uses(case: Case) -> int:
-    return sum(len(s.units) for s in case.body if isinstance(s, Call))
-
-
-def _array_features(case: Case) -> set[str]:
-    found = {f"group {a.group}" for a in case.arrays} | {f"array {a.kind}" for a in case.arrays if a.kind}
-    found |= {f"dtype {a.dtype}" for a in case.arrays}
-    for a in case.arrays:
-        sizes = {"no dims": not a.shape, "0 elements": 0 in a.shape, "1 element": math.prod(a.shape) == 1}
-        sizes |= {"rows": bool(a.num_rows), "whole": bool(a.shape) and not any(a.spec)}
-        sizes |= {"cut over two axes": sum(len(e) if isinstance(e, tuple) else 1 for e in a.spec if e) > 1}
-        sizes |= {"cut over a later dim": any(e for e in a.spec[a.num_rows + 1 :])}
-        found |= {f"array {name}" for name, is_so in sizes.items() if is_so}
-    for unit in case.units:
-        if len(set(unit.refs)) < len(unit.refs):
-            found.add("array twice in a unit")
-        if any(ref.is_made for ref in unit.refs):
-            found.add("array made in the loss")
-    names = [{ref.array for ref in unit.refs} for unit in case.units]
-    if sum(map(len, names)) > len(set().union(*names)):
-        found.add("array in two units")
-    return found

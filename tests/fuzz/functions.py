@@ -35,7 +35,8 @@ class KeepsGradient(Function):
         return x @ w.t()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         x, w = ctx.saved_tensors
         return g @ w, keep(g.t() @ x)
 
@@ -49,13 +50,14 @@ class Transposed(Function):
         return x @ w.t()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         x, wt = ctx.saved_tensors
         return g @ wt.t(), (x.t() @ g).t()
 
 
 class Attribute(Function):
-    """The same; it keeps the weight as an attribute, as fused kernels do, and a slice of a larger buffer is returned."""
+    """The same; it keeps the weight as an attribute, as fused kernels do; it returns a slice of a larger buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ class Attribute(Function):
         return x @ w.t()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         gradient = g.t() @ ctx.x
         buffer = gradient.new_ones(gradient.shape[0] + 2, gradient.shape[1])
         buffer[1:-1] = gradient
@@ -79,7 +82,8 @@ class SharesOne(Function):
         return a + b
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         return g, g
 
 
@@ -91,7 +95,8 @@ class SharesViews(Function):
         return a + b.t()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         buffer = keep(g.clone())
         return buffer.view_as(buffer), buffer.t()
 
@@ -105,7 +110,8 @@ class Expanded(Function):
         return x + w.sum()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         return g, g.sum().expand(ctx.shape)
 
 
@@ -117,7 +123,8 @@ class Negated(Function):
         return x - w
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         return g, torch._neg_view(g.sum(0))
 
 
@@ -129,7 +136,8 @@ class ImaginaryPart(Function):
         return x - w
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         total = g.sum(0)
         return g, torch.complex(torch.zeros_like(total), total).conj().imag
 
@@ -143,7 +151,8 @@ class NoGradient(Function):
         return x * w
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (g,) = gradients
         (w,) = ctx.saved_tensors
         return g * w, None
 
@@ -157,7 +166,8 @@ class WeightItself(Function):
         return x + w.square().sum() / 2
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
         (w,) = ctx.saved_tensors
         return g, w
 
@@ -171,7 +181,8 @@ class OtherWeight(Function):
         return x + (a * b).sum()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (g,) = gradients
         a, b = ctx.saved_tensors
         return g, b, a
 
@@ -184,5 +195,6 @@ class PassesOn(Function):
         return w.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (g,) = gradients
         return g

@@ -36,8 +36,8 @@ class Judged:
 class PlainWorld:
     """One rank's view of the whole arrays."""
 
-    def __init__(self, case: Case, wholes: dict[str, Tensor], rank: int) -> None:
-        self.case, self.wholes, self.rank = case, wholes, rank
+    def __init__(self, case: Case, wholes: dict[str, Tensor], rank: int, *, casts: bool = True) -> None:
+        self.case, self.wholes, self.rank, self.casts = case, wholes, rank, casts
 
     def psum(self, x: Tensor) -> Tensor:
         return x  # arrays are whole over tp
@@ -54,13 +54,19 @@ class PlainWorld:
 
     def call(self, unit: int, weights: Any, x: Tensor) -> Any:
         fn = unit_function(self.case, self.case.units[unit], self)
-        if not (name := self.case.around.param_dtype):
+        if not self.casts or not (name := self.case.around.param_dtype):
             return fn(weights, x)
         weights, x = _cast(weights, getattr(torch, name)), _cast(x, getattr(torch, name))
         return _cast(fn(weights, x), torch.float64)
 
     def checkpoint(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return fn(x)  # changes no number, and loses torch's check of what is written in place
+
+    def inner_checkpoint(self, fn: Callable[..., Any], weights: Any, x: Tensor) -> Any:
+        return fn(weights, x)
+
+    def whole(self, name: str) -> Tensor:
+        return self.wholes[name]
 
     def own(self, name: str) -> Tensor:
         array = self.case.array(name)
@@ -123,6 +129,10 @@ def _call(case: Case, wholes: dict[str, Tensor]) -> Judged:
                     _add(out.gradients[n], out.scales[n], (name, index), gradient)
                 else:
                     _add(out.gradients[n], out.scales[n], name, share * gradient)
+        if case.around.evaluates:
+            with torch.no_grad():
+                loss = forward(PlainWorld(case, dict(wholes), rank, casts=False), batch_of(case, index))[0]
+            out.losses[index].append(loss)
     return out
 
 
@@ -151,6 +161,7 @@ def _differentiate(
     if case.around.reduce_op == "mean":
         total = total / count
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    found = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
     gradients = {n: torch.zeros_like(wholes[n]) if g is None else g for n, g in zip(names, found, strict=True)}
     return total.detach(), gradients, activations
 

@@ -157,7 +157,7 @@ class _Trial:
             if wrong:
                 self._find("bits differ from eager", stage, ", ".join(wrong))
         donated = [] if self.case.around.is_donated and stage != "eager" else arguments
-        for kind, text in memory(self.case, got, donated, self.step.batch):
+        for kind, text in memory(self.case, got, donated):
             self._find(kind, stage, text)
         before = copies(arguments)
         for kind, text in poison(got, turn):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fuzz.cases import Case
-from tests.fuzz.draw import features
 from tests.fuzz.drive import Result
+from tests.fuzz.features import features
 from tests.fuzz.shrink import size
 
 

@@ -15,12 +15,10 @@ ROUND = 24
 
 def size(case: Case) -> int:
     """Returns how much there is to read in a case."""
-    flags = sum(unit.remat + (unit.output != "tensor") + len(unit.unused) for unit in case.units)
+    flags = sum(unit.remat + unit.checkpoints + (unit.output != "tensor") + len(unit.unused) for unit in case.units)
     ops = sum(1 + len(op.weights) + len(str(op.options)) // 20 for unit in case.units for op in unit.ops)
-    calls = sum(len(s.units) + s.is_checkpointed if isinstance(s, Call) else 2 for s in case.body)
-    arrays = sum(
-        3 + len(a.shape) + a.num_rows + sum(1 for e in a.spec if e) + (a.group != "a") for a in case.arrays
-    )
+    calls = sum(len(s.units) + s.is_checkpointed + s.is_without_grad if isinstance(s, Call) else 2 for s in case.body)
+    arrays = sum(3 + len(a.shape) + a.num_rows + sum(1 for e in a.spec if e) + (a.group != "a") for a in case.arrays)
     changed = sum(getattr(case.around, f.name) != f.default for f in fields(Around)) + len(case.around.policy)
     return flags + 2 * ops + 2 * calls + arrays + 2 * changed + 3 * len(case.loss) + 2 * len(case.grid.names)
 
@@ -68,18 +66,22 @@ def _body(case: Case) -> Iterator[Case]:
     for i, statement in enumerate(case.body):
         if len(case.body) > 1:
             yield _without_statement(case, i)
-        if isinstance(statement, Call):
-            if statement.is_checkpointed:
-                yield _with_statement(case, i, replace(statement, is_checkpointed=False))
-            if len(statement.units) > 1:
-                yield from (_with_statement(case, i, replace(statement, units=(unit,))) for unit in statement.units)
-            if statement.source != i:
-                yield _with_statement(case, i, replace(statement, source=i))
-        elif i:
-            yield _with_statement(case, i, Join("add", i, i - 1))
+        for simpler in _statements(statement, i):
+            if simpler != statement:
+                yield _with_statement(case, i, simpler)
     for i in range(len(case.loss)):
         if len(case.loss) > 1:
             yield replace(case, loss=case.loss[:i] + case.loss[i + 1 :])
+
+
+def _statements(statement: Call | Join, i: int) -> Iterator[Call | Join]:
+    if isinstance(statement, Call):
+        yield replace(statement, is_without_grad=False)
+        yield replace(statement, is_checkpointed=False)
+        yield from (replace(statement, units=(unit,)) for unit in statement.units)
+        yield replace(statement, source=i)
+    elif i:
+        yield Join("add", i, i - 1)
 
 
 def _with_statement(case: Case, i: int, statement: Call | Join) -> Case:
@@ -97,7 +99,7 @@ def _without_statement(case: Case, i: int) -> Case:
         if isinstance(s, Call):
             body.append(replace(s, source=moved(s.source)))
         else:
-            body.append(replace(s, first=max(moved(s.first), 1 if len(body) else 0), second=moved(s.second)))
+            body.append(replace(s, first=max(moved(s.first), 1 if body else 0), second=moved(s.second)))
     loss = tuple(replace(t, of=moved(t.of)) if isinstance(t.of, int) else t for t in case.loss)
     return replace(case, body=tuple(body), loss=loss)
 
@@ -107,7 +109,7 @@ def _units(case: Case) -> Iterator[Case]:
         changes: list[dict[str, Any]] = [
             {"ops": unit.ops[:k] + unit.ops[k + 1 :]} for k in range(len(unit.ops)) if len(unit.ops) > 1
         ]
-        changes += [{"unused": ()}, {"output": "tensor"}, {"remat": False}, {"tree": "dict"}]
+        changes += [{"unused": ()}, {"output": "tensor"}, {"remat": False}, {"tree": "dict"}, {"checkpoints": False}]
         for k, op in enumerate(unit.ops):
             changes += [{"ops": (*unit.ops[:k], simple, *unit.ops[k + 1 :])} for simple in _ops(op)]
         for change in changes:
@@ -182,9 +184,7 @@ def _tidy(case: Case) -> Case | None:
     if not case.loss or not case.body:
         return None
     place = {unit: i for i, unit in enumerate(used)}
-    body = tuple(
-        replace(s, units=tuple(place[u] for u in s.units)) if isinstance(s, Call) else s for s in case.body
-    )
+    body = tuple(replace(s, units=tuple(place[u] for u in s.units)) if isinstance(s, Call) else s for s in case.body)
     units = tuple(case.units[unit] for unit in used)
     names = {ref.array for unit in units for ref in unit.refs} | {t.of for t in case.loss if isinstance(t.of, str)}
     arrays = tuple(array for array in case.arrays if array.name in names)
@@ -194,5 +194,3 @@ def _tidy(case: Case) -> Case | None:
             return None
         arrays = (*arrays, *alone)
     return replace(case, body=body, units=units, arrays=arrays)
-
-

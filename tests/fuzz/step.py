@@ -44,6 +44,12 @@ class ShardedWorld:
     def checkpoint(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         return checkpoint(fn, x, use_reentrant=False)
 
+    def inner_checkpoint(self, fn: Callable[..., Any], weights: Any, x: Tensor) -> Any:
+        return checkpoint(fn, weights, x, use_reentrant=False)
+
+    def whole(self, name: str) -> Tensor:
+        return hp.unshard(self.arrays[name])
+
     def own(self, name: str) -> Tensor:
         value = self.arrays[name]
         return value.local if isinstance(value, hp.ShardedArray) else value
@@ -87,8 +93,15 @@ class Step:
         casts = {"param_dtype": around.param_dtype, "cast_inputs": True, "output_dtype": "float64"}
         reduce_dtype = around.reduce_dtype or None
         return hp.Numerics(
-            reduce_op=around.reduce_op, reduce_dtype=reduce_dtype, **(casts if around.param_dtype else {})
+            reduce_op=around.reduce_op,
+            reduce_dtype=reduce_dtype,
+            accum_dtype=around.accum_dtype or None,
+            **(casts if around.param_dtype else {}),
         )
+
+    def _together(self, *trees: Any) -> dict[str, Any]:
+        found = {name: value for tree in trees for name, value in tree.items() if value is not None}
+        return self.closure | found
 
     # --- the function -----------------------------------------------------------------------------------------------
     def _loss(self, factor: float) -> Callable[..., Any]:
@@ -98,8 +111,7 @@ class Step:
             if case.around.is_partitioned:
                 a = hp.combine(a, frozen)
                 frozen = {}
-            arrays = {**self.closure, **{name: value for name, value in (a | frozen | b).items() if value is not None}}
-            value, aux = forward(ShardedWorld(case, self.units, arrays), x)
+            value, aux = forward(ShardedWorld(case, self.units, self._together(a, frozen, b)), x)
             return (factor * value, aux) if case.around.has_aux else factor * value
 
         around = case.around
@@ -122,6 +134,10 @@ class Step:
             if around.is_partitioned:
                 first, second = hp.partition(a | frozen, lambda path, leaf: path in a)
             results = [self._results(fn(first, second, b, x)) for fn in passes]
+            if around.evaluates:
+                with torch.no_grad():
+                    world = ShardedWorld(self.case, self.units, self._together(a, frozen, b))
+                    results.append({"loss": forward(world, x)[0], "gradients": {}, "aux": []})
             if not around.update:
                 return results, None, None
             gradients = {name: value for name, value in results[0]["gradients"].items() if name in a}
@@ -180,5 +196,3 @@ class Step:
 def own_part(value: Any) -> Tensor:
     """Returns the tensor of a leaf."""
     return value.local if isinstance(value, hp.ShardedArray) else value
-
-

@@ -37,13 +37,13 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "as_strided": lambda v, *three: v.as_strided(three[0], three[1], three[2]),
     "flip": lambda v, i: v.flip(i),
     "roll": lambda v, n: v.roll(n),
-    "view_as_complex": lambda v: torch.view_as_complex(v),
-    "view_as_real": lambda v: torch.view_as_real(v),
+    "view_as_complex": torch.view_as_complex,
+    "view_as_real": torch.view_as_real,
     "complex_dtype": lambda v: v.view(torch.complex128),
     "conj": lambda v: v.conj(),
     "real": lambda v: v.real,
     "imag": lambda v: v.imag,
-    "neg_view": lambda v: torch._neg_view(v),
+    "neg_view": torch._neg_view,
     "neg": lambda v: -v,
     "resolve": lambda v: v.resolve_conj().resolve_neg(),
     "detach": lambda v: v.detach(),
@@ -92,36 +92,52 @@ def _draw(rng: Random, v: Tensor) -> Step:
     elif v.dim() and v.shape[-1] == 2:
         kinds += ["view_as_complex"] * 12
     kind = rng.choice(kinds)
-    i = rng.randrange(max(v.dim(), 1))
-    n = v.shape[i] if v.dim() else 1
-    k = rng.randrange(max(n, 1))
-    match kind:
-        case "transpose":
-            return kind, i, rng.randrange(max(v.dim(), 1))
-        case "permute":
-            return kind, *rng.sample(range(v.dim()), v.dim())
-        case "view":
-            return kind, *rng.choice([(-1,), (2, -1), (-1, 2), (3, -1), (-1, 1)])
-        case "unsqueeze" | "flip":
-            return kind, i
-        case "select" | "chunk":
-            return kind, i, k if kind == "select" else rng.randrange(2)
-        case "narrow":
-            return kind, i, k, rng.randint(1, max(n - k, 1))
-        case "index":
-            first = v.shape[0] if v.dim() else 1
-            return kind, *(rng.randrange(first) for _ in range(rng.randint(1, 4)))
-        case "unbind":
-            return kind, rng.randrange(v.shape[0] if v.dim() else 1)
-        case "expand" | "roll":
-            return kind, rng.randint(1, 3)
-        case "unfold":
-            return kind, i, rng.randint(1, 3), rng.randint(1, 2)
-        case "as_strided":
-            size = rng.choice([(2,), (2, 2), (3, 2), (1, 3)])
-            return kind, size, tuple(rng.randint(0, 2) for _ in size), v.storage_offset()
-        case _:
-            return (kind,)
+    arguments = _ARGUMENTS.get(kind)
+    return (kind, *arguments(rng, v)) if arguments else (kind,)
+
+
+def _dim(rng: Random, v: Tensor) -> int:
+    return rng.randrange(max(v.dim(), 1))
+
+
+def _place(rng: Random, v: Tensor) -> tuple[int, int, int]:
+    """Returns a dim, an index in it, and how many elements come from there on."""
+    dim = _dim(rng, v)
+    n = v.shape[dim] if v.dim() else 1
+    index = rng.randrange(max(n, 1))
+    return dim, index, n - index
+
+
+def _narrow(rng: Random, v: Tensor) -> Step:
+    dim, index, rest = _place(rng, v)
+    return dim, index, rng.randint(1, max(rest, 1))
+
+
+def _rows(rng: Random, v: Tensor) -> Step:
+    return tuple(rng.randrange(v.shape[0] if v.dim() else 1) for _ in range(rng.randint(1, 4)))
+
+
+def _strided(rng: Random, v: Tensor) -> Step:
+    size = rng.choice([(2,), (2, 2), (3, 2), (1, 3)])
+    return size, tuple(rng.randint(0, 2) for _ in size), v.storage_offset()
+
+
+_ARGUMENTS: dict[str, Callable[[Random, Tensor], Step]] = {
+    "transpose": lambda rng, v: (_dim(rng, v), _dim(rng, v)),
+    "permute": lambda rng, v: tuple(rng.sample(range(v.dim()), v.dim())),
+    "view": lambda rng, v: rng.choice([(-1,), (2, -1), (-1, 2), (3, -1), (-1, 1)]),
+    "unsqueeze": lambda rng, v: (_dim(rng, v),),
+    "flip": lambda rng, v: (_dim(rng, v),),
+    "select": lambda rng, v: _place(rng, v)[:2],
+    "chunk": lambda rng, v: (_dim(rng, v), rng.randrange(2)),
+    "narrow": _narrow,
+    "index": _rows,
+    "unbind": lambda rng, v: _rows(rng, v)[:1],
+    "expand": lambda rng, v: (rng.randint(1, 3),),
+    "roll": lambda rng, v: (rng.randint(1, 3),),
+    "unfold": lambda rng, v: (_dim(rng, v), rng.randint(1, 3), rng.randint(1, 2)),
+    "as_strided": _strided,
+}
 
 
 def follow(weight: Tensor, steps: tuple[Step, ...]) -> Tensor:
