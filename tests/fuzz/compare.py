@@ -86,13 +86,13 @@ def numbers(case: Case, rank: int, got: Delivered, want: Judged) -> Iterator[tup
     """Yields what differs from the judge: kind and text."""
     index, limit = case.grid.data_index(rank), tolerance(case)
     for n, loss in enumerate(got.losses):
-        if loss is not None and not _close(loss, want.losses[index][n], limit, 1.0):
+        if loss is not None and not _close(loss, want.losses[index][n], limit, 1 + abs(float(want.losses[index][n]))):
             yield "wrong loss", f"{float(loss)!r}, judge {float(want.losses[index][n])!r}"
     expected = want.activations[index] if case.around.has_aux else []
     for a, b in zip(got.activations, expected, strict=True):
         if not _close(a, b, limit, float(b.abs().max())):
             yield "wrong aux", f"{a.flatten()[:3].tolist()}, judge {b.flatten()[:3].tolist()}"
-    for n, each in enumerate(got.gradients):
+    for n, each in enumerate(got.gradients[: len(want.gradients)]):
         floor = 1e-4 * max(want.scales[n].values(), default=1.0)
         for name, tensor in each.items():
             yield from _gradient(case, rank, name, tensor, want, n, floor)
@@ -174,5 +174,5 @@ def poison(got: Delivered, turn: int) -> Iterator[tuple[str, str]]:
 
 def _fill(tensor: Tensor) -> None:
     if not overlaps_itself(tensor):
-        with torch.no_grad():
+        with torch.inference_mode():  # a step that runs under it gives tensors that can be written to in it only
             tensor.fill_(float("nan"))

@@ -85,7 +85,8 @@ def _together(case: Case, outcomes: Sequence[Outcome]) -> Result:
     for rank, outcome in enumerate(outcomes):
         for find in outcome.finds:
             finds.setdefault(find.key, (rank, find))
-    followers = [key for key, (_, find) in finds.items() if find.kind.startswith("raw PeerError")]
+    results = ("raw PeerError", "ranks end differently")
+    followers = [key for key, (_, find) in finds.items() if find.kind.startswith(results)]
     if len(followers) < len(finds):  # what a rank hears of another one is no cause
         finds = {key: value for key, value in finds.items() if key not in followers}
     refused = frozenset(text for outcome in outcomes for text in outcome.refused)

@@ -31,6 +31,7 @@ def features(case: Case) -> set[str]:
         "unused weight": any(unit.unused for unit in case.units),
         "expert unit": any(unit.is_expert for unit in case.units),
         "detached loss": case.has_detached_loss,
+        "data axes by name": not case.grid.given,
     }
     named = ("has_aux", "twice", "evaluates", "is_donated", "is_remade", "is_partitioned", "debug")
     flags |= {name.removeprefix("is_").removeprefix("has_"): getattr(around, name) for name in named}

@@ -20,9 +20,14 @@ def keep(tensor: Tensor) -> Tensor:
 
 
 def hooked(weight: Tensor) -> Tensor:
-    """Keeps the gradients of a weight, as a debugger does."""
+    """Keeps the gradients of a tensor, as a debugger does."""
+
+    def hook(gradient: Tensor | None) -> None:
+        if gradient is not None:  # where a node has several outputs, torch calls hooks without a gradient, too
+            keep(gradient)
+
     if weight.requires_grad:
-        weight.register_hook(lambda gradient: (keep(gradient), None)[1])
+        weight.register_hook(hook)
     return weight
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.build import batch_of, forward, num_microbatches, random_seed, slices, unit_function, whole
 from tests.fuzz.cases import Case, Ref, Unit
@@ -36,8 +38,11 @@ class Judged:
 class PlainWorld:
     """One rank's view of the whole arrays."""
 
-    def __init__(self, case: Case, wholes: dict[str, Tensor], rank: int, *, casts: bool = True) -> None:
-        self.case, self.wholes, self.rank, self.casts = case, wholes, rank, casts
+    def __init__(
+        self, case: Case, wholes: dict[str, Tensor], rank: int, *, casts: bool = True, checkpoints: bool = False
+    ) -> None:
+        self.case, self.wholes, self.rank = case, wholes, rank
+        self.casts, self.checkpoints = casts, checkpoints
 
     def psum(self, x: Tensor) -> Tensor:
         return x  # arrays are whole over tp
@@ -54,16 +59,18 @@ class PlainWorld:
 
     def call(self, unit: int, weights: Any, x: Tensor) -> Any:
         fn = unit_function(self.case, self.case.units[unit], self)
+        if self.checkpoints and self.case.units[unit].remat:
+            fn = functools.partial(checkpoint, fn, use_reentrant=False)
         if not self.casts or not (name := self.case.around.param_dtype):
             return fn(weights, x)
         weights, x = _cast(weights, getattr(torch, name)), _cast(x, getattr(torch, name))
         return _cast(fn(weights, x), torch.float64)
 
     def checkpoint(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return fn(x)  # changes no number, and loses torch's check of what is written in place
+        return checkpoint(fn, x, use_reentrant=False) if self.checkpoints else fn(x)
 
     def inner_checkpoint(self, fn: Callable[..., Any], weights: Any, x: Tensor) -> Any:
-        return fn(weights, x)
+        return checkpoint(fn, weights, x, use_reentrant=False) if self.checkpoints else fn(weights, x)
 
     def whole(self, name: str) -> Tensor:
         return self.wholes[name]
@@ -91,8 +98,11 @@ def _ranks_of_data(case: Case) -> dict[int, int]:
     return found
 
 
-def judge(case: Case, num_calls: int) -> list[Judged]:
+def judge(case: Case, num_calls: int, *, checkpoints: bool = False) -> list[Judged]:
     """Returns what each call gives; a step with an update goes on from what the last one gave.
+
+    Args:
+        checkpoints: checkpoint where the step does. That changes no number, but what torch finds of writes in place.
 
     Raises:
         Exception: whatever plain torch raises.
@@ -103,7 +113,7 @@ def judge(case: Case, num_calls: int) -> list[Judged]:
     sums: dict[str, Tensor] = {}
     found = []
     for _ in range(num_calls):
-        found.append(_call(case, wholes))
+        found.append(_call(case, wholes, checkpoints))
         if not case.around.update:
             return found * num_calls
         wholes = wholes | _updated(case, wholes, found[-1], sums)
@@ -111,7 +121,7 @@ def judge(case: Case, num_calls: int) -> list[Judged]:
     return found
 
 
-def _call(case: Case, wholes: dict[str, Tensor]) -> Judged:
+def _call(case: Case, wholes: dict[str, Tensor], checkpoints: bool) -> Judged:
     out = Judged()
     passes = [1.0, 0.5] if case.around.twice else [1.0]
     out.gradients, out.scales = [{} for _ in passes], [{} for _ in passes]
@@ -120,7 +130,7 @@ def _call(case: Case, wholes: dict[str, Tensor]) -> Judged:
         torch.manual_seed(random_seed(case, index))
         out.losses[index] = []
         for n, factor in enumerate(passes):
-            loss, gradients, activations = _differentiate(case, wholes, rank, index, factor)
+            loss, gradients, activations = _differentiate(case, wholes, rank, index, factor, checkpoints)
             out.losses[index].append(loss)
             out.activations[index] = activations
             share = 1 / len(ranks) if case.around.reduce_op == "mean" else 1.0
@@ -147,11 +157,12 @@ def trained(case: Case) -> Iterable[str]:
 
 
 def _differentiate(
-    case: Case, wholes: dict[str, Tensor], rank: int, index: int, factor: float
+    case: Case, wholes: dict[str, Tensor], rank: int, index: int, factor: float, checkpoints: bool
 ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     names = list(trained(case))
     leaves = {name: wholes[name].clone().requires_grad_() for name in names}
-    world = PlainWorld(case, {**{name: value.clone() for name, value in wholes.items()}, **leaves}, rank)
+    values = {name: value.clone() for name, value in wholes.items()} | leaves
+    world = PlainWorld(case, values, rank, checkpoints=checkpoints)
     count, losses, activations = num_microbatches(case), [], []
     for x in batch_of(case, index).chunk(count):
         loss, aux = forward(world, x)
