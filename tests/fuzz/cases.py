@@ -103,7 +103,7 @@ class Unit:
         unused: weights that it gets and does not use.
         output: what it returns; see `build`.
         tree: ``"dict"`` or ``"tuple"`` of its weights.
-        is_expert: its weights are gathered over the axis shard alone.
+        is_expert: its weights are gathered over the data axes but ep.
         checkpoints: it calls torch's checkpointing by itself, with its weights as arguments.
     """
 
@@ -230,7 +230,7 @@ class Case:
             kept = ", ".join(fact for fact in (*facts, rows) if fact)
             lines.append(f"{array.name} = array{array.shape}, P{array.spec}  # {kept}")
         for i, unit in enumerate(self.units):
-            flags = {"remat": unit.remat, "axes='shard'": unit.is_expert, "checkpoints inside": unit.checkpoints}
+            flags = {"remat": unit.remat, "all axes but ep": unit.is_expert, "checkpoints inside": unit.checkpoints}
             notes = [unit.tree, *(name for name, is_so in flags.items() if is_so)]
             lines.append(f"unit{i}(x):  # {', '.join(notes)}")
             lines += [f"    {op}" for op in unit.ops]

@@ -76,7 +76,7 @@ class Step:
         unit = self.case.units[index]
         # The world of a unit needs no arrays: collectives only.
         fn = unit_function(self.case, unit, ShardedWorld(self.case, [], {}))
-        axes = "shard" if unit.is_expert else None
+        axes = [axis for axis in self.case.grid.data_axes if axis != "ep"] if unit.is_expert else None
         return hp.unit(fn, name=f"unit{index}", remat=unit.remat, axes=axes)
 
     def _arrays(self) -> dict[str, Any]:
