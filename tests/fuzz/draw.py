@@ -229,6 +229,8 @@ class _Drawer:
             body = [_unchecked(s) for s in body] if self.chance(0.5) else body
         if around.param_dtype == "bfloat16" and any(KINDS[op.kind].tags for unit in units for op in unit.ops):
             around = replace(around, param_dtype="float32")  # torch has no views of it as complex numbers
+        if around.param_dtype in ("float32", "bfloat16") and any(array.kind == "tp" for array in self.arrays):
+            around = replace(around, param_dtype="", reduce_dtype="")  # sums over tp are rounded in another order
         if any(array.group == "a" and array.dtype.startswith("complex") for array in self.arrays):
             around = replace(around, update="", is_donated=False)  # optimizers refuse them before the step
         if around.param_dtype == "float64":

@@ -162,6 +162,11 @@ class NoGradient(Function):
         return g * w, None
 
 
+def _if_reached(g: Tensor, gradient: Tensor) -> Tensor:
+    # A backward is a linear map: zeros, which is what a unit gives that the loss does not reach, make zeros.
+    return gradient if bool(g.any()) else torch.zeros_like(gradient)
+
+
 class WeightItself(Function):
     """``x + (w * w).sum() / 2``, straight through: the gradient is the weight, the very tensor that it saved."""
 
@@ -174,7 +179,7 @@ class WeightItself(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (g,) = gradients
         (w,) = ctx.saved_tensors
-        return g, w
+        return g, _if_reached(g, w)
 
 
 class OtherWeight(Function):
@@ -189,7 +194,7 @@ class OtherWeight(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (g,) = gradients
         a, b = ctx.saved_tensors
-        return g, b, a
+        return g, _if_reached(g, b), _if_reached(g, a)
 
 
 class PassesOn(Function):

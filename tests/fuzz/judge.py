@@ -132,7 +132,7 @@ def _call(case: Case, wholes: dict[str, Tensor], checkpoints: bool) -> Judged:
         for n, factor in enumerate(passes):
             loss, gradients, activations = _differentiate(case, wholes, rank, index, factor, checkpoints)
             out.losses[index].append(loss)
-            out.activations[index] = activations
+            out.activations.setdefault(index, activations)
             share = 1 / len(ranks) if case.around.reduce_op == "mean" else 1.0
             for name, gradient in gradients.items():
                 if case.array(name).kind == "plain":
