@@ -189,7 +189,7 @@ class _Drawer:
         if self.chance(0.4):
             kept["reduce_bucket_bytes"] = rng.choice([300, 3000, math.inf])
         if self.chance(0.1):
-            kept["gather_budget_bytes"] = rng.choice([0, 1000, 4000])
+            kept["gather_budget_bytes"] = rng.choice([2000, 4000, 8000])
         return kept
 
     def around(self) -> Around:

@@ -163,18 +163,19 @@ def _differentiate(
     leaves = {name: wholes[name].clone().requires_grad_() for name in names}
     values = {name: value.clone() for name, value in wholes.items()} | leaves
     world = PlainWorld(case, values, rank, checkpoints=checkpoints)
-    count, losses, activations = num_microbatches(case), [], []
+    count = num_microbatches(case)
+    share = 1 / count if case.around.reduce_op == "mean" else 1.0
+    total, sums, activations = torch.zeros((), dtype=torch.float64), {}, []
     for x in batch_of(case, index).chunk(count):
         loss, aux = forward(world, x)
-        losses.append(factor * loss)
+        found = torch.autograd.grad(factor * loss, list(leaves.values()), allow_unused=True)
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                sums[name] = sums.get(name, 0) + share * dense
+        total = total + share * factor * loss.detach()
         activations += [h.detach() for h in aux]
-    total = torch.stack(losses).sum()
-    if case.around.reduce_op == "mean":
-        total = total / count
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    found = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
-    gradients = {n: torch.zeros_like(wholes[n]) if g is None else g for n, g in zip(names, found, strict=True)}
-    return total.detach(), gradients, activations
+    return total, {name: sums.get(name, torch.zeros_like(wholes[name])) for name in names}, activations
 
 
 def _updated(case: Case, wholes: dict[str, Tensor], call: Judged, sums: dict[str, Tensor]) -> dict[str, Tensor]:
