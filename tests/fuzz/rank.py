@@ -7,14 +7,14 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import hpfunc as hp
 from tests.fuzz.build import random_seed
-from tests.fuzz.cases import Call, Case
+from tests.fuzz.cases import Call, Case, Term
 from tests.fuzz.compare import Delivered, Find, memory, numbers, poison
 from tests.fuzz.functions import KEPT
 from tests.fuzz.judge import Judged, judge
@@ -33,9 +33,18 @@ REASONS: dict[str, Callable[[Case], bool]] = {
     "only floating tensors can be differentiated": lambda case: any(
         array.group in case.trained_groups and array.dtype.startswith("complex") for array in case.arrays
     ),
+    "written to in place": lambda case: _raises(_all_reached(case)),
+    "the loss does not depend on what is differentiated": lambda case: _has_no_gradient(case),
     "sparse": lambda case: any(op.kind == "sparse_embedding" for unit in case.units for op in unit.ops),
 }
 """What hpfunc may refuse though plain torch computes it: words of the error, and the cases that may meet it."""
+
+
+def _all_reached(case: Case) -> Case:
+    """Returns a case whose loss depends on everything: hpfunc goes backward through each unit, torch where it must."""
+    units = tuple(replace(unit, output="tensor" if unit.output == "lost" else unit.output) for unit in case.units)
+    every = tuple(Term("mean", i, 1e-9) for i in range(len(case.body) + 1))
+    return replace(case, units=units, loss=case.loss + every)
 
 
 def recomputes(case: Case) -> bool:
@@ -220,11 +229,19 @@ class _Trial:
 
 def _checkpointing_raises(case: Case) -> bool:
     """Returns whether plain torch raises if it checkpoints where the step does."""
+    return _raises(case, checkpoints=True)
+
+
+def _raises(case: Case, *, checkpoints: bool = False) -> bool:
     try:
-        judge(case, 1, checkpoints=True)
+        judge(case, 1, checkpoints=checkpoints)
     except Exception:
         return True
     return False
+
+
+def _has_no_gradient(case: Case) -> bool:
+    return not any(bool(g.any()) for each in judge(case, 1)[0].gradients for g in each.values())
 
 
 def _rule(error: Exception) -> str:
