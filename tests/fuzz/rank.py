@@ -7,18 +7,19 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import hpfunc as hp
 from tests.fuzz.build import random_seed
-from tests.fuzz.cases import Call, Case, Term
+from tests.fuzz.cases import Case
 from tests.fuzz.compare import Delivered, Find, memory, numbers, poison
 from tests.fuzz.functions import KEPT
 from tests.fuzz.judge import Judged, judge
 from tests.fuzz.memory import copies, same_bits
+from tests.fuzz.reasons import checkpointing_raises, has_reason, recomputes
 from tests.fuzz.step import Step
 
 CALLS = 3
@@ -28,29 +29,6 @@ NEVER = (hp.AgreementError, hp.ScheduleError, hp.PeerError)
 
 
 WRITTEN = re.compile("modified by an inplace operation|written to in place")
-REASONS: dict[str, Callable[[Case], bool]] = {
-    "gather_budget_bytes": lambda case: "gather_budget_bytes" in dict(case.around.policy),
-    "only floating tensors can be differentiated": lambda case: any(
-        array.group in case.trained_groups and array.dtype.startswith("complex") for array in case.arrays
-    ),
-    "written to in place": lambda case: _raises(_all_reached(case)),
-    "the loss does not depend on what is differentiated": lambda case: _has_no_gradient(case),
-    "sparse": lambda case: any(op.kind == "sparse_embedding" for unit in case.units for op in unit.ops),
-}
-"""What hpfunc may refuse though plain torch computes it: words of the error, and the cases that may meet it."""
-
-
-def _all_reached(case: Case) -> Case:
-    """Returns a case whose loss depends on everything: hpfunc goes backward through each unit, torch where it must."""
-    units = tuple(replace(unit, output="tensor" if unit.output == "lost" else unit.output) for unit in case.units)
-    every = tuple(Term("mean", i, 1e-9) for i in range(len(case.body) + 1))
-    return replace(case, units=units, loss=case.loss + every)
-
-
-def recomputes(case: Case) -> bool:
-    """Returns whether a case computes something again in backward."""
-    checkpointed = any(isinstance(s, Call) and s.is_checkpointed for s in case.body)
-    return checkpointed or any(unit.remat or unit.checkpoints for unit in case.units)
 
 
 @dataclass
@@ -107,7 +85,7 @@ def run_case(rank: int, case: Case) -> Outcome:
             return outcome
     except Exception as error:
         wanted = error
-        if recomputes(case) and not _checkpointing_raises(case):
+        if recomputes(case) and not checkpointing_raises(case):
             outcome.notes.add("plain torch raises, but not if it checkpoints")
             return outcome
         outcome.notes.add("plain torch raises")
@@ -207,7 +185,7 @@ class _Trial:
         self.outcome.status = f"{self.outcome.status} {stage} {type(error).__name__}".strip()
         if isinstance(self.wanted, Exception):
             return text
-        if WRITTEN.search(text) and recomputes(self.case) and _checkpointing_raises(self.case):
+        if WRITTEN.search(text) and recomputes(self.case) and checkpointing_raises(self.case):
             self.outcome.notes.add("plain torch raises if it checkpoints")
         elif isinstance(error, hp.HpfuncError) and not isinstance(error, NEVER):
             self._judge_refusal(stage, error, text)
@@ -218,30 +196,13 @@ class _Trial:
     def _judge_refusal(self, stage: str, error: Exception, text: str) -> None:
         if stage == "planned":
             self._find(f"refused in a later call: {_rule(error)}", stage, text)
-        if any(words in text and excuses(self.case) for words, excuses in REASONS.items()):
+        if has_reason(text, self.case):
             self.outcome.refused.append(f"{type(error).__name__}: {_rule(error)}")
         else:
             self._find(f"refused without a reason: {type(error).__name__}: {_rule(error)}", stage, text)
 
     def _find(self, kind: str, stage: str, text: str) -> None:
         self.outcome.finds.append(Find(kind, stage, text))
-
-
-def _checkpointing_raises(case: Case) -> bool:
-    """Returns whether plain torch raises if it checkpoints where the step does."""
-    return _raises(case, checkpoints=True)
-
-
-def _raises(case: Case, *, checkpoints: bool = False) -> bool:
-    try:
-        judge(case, 1, checkpoints=checkpoints)
-    except Exception:
-        return True
-    return False
-
-
-def _has_no_gradient(case: Case) -> bool:
-    return not any(bool(g.any()) for each in judge(case, 1)[0].gradients for g in each.values())
 
 
 def _rule(error: Exception) -> str:
