@@ -34,7 +34,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "expand": lambda v, n: v.expand(n, *v.shape),
     "unfold": lambda v, i, n, step: v.unfold(i, n, step),
     "diagonal": lambda v: v.diagonal(),
-    "as_strided": lambda v, *three: v.as_strided(three[0], three[1], three[2]),
+    "as_strided": lambda v, size, stride: v.as_strided(size, stride, v.storage_offset()),
     "flip": lambda v, i: v.flip(i),
     "roll": lambda v, n: v.roll(n),
     "view_as_complex": torch.view_as_complex,
@@ -117,9 +117,9 @@ def _rows(rng: Random, v: Tensor) -> Step:
     return tuple(rng.randrange(v.shape[0] if v.dim() else 1) for _ in range(rng.randint(1, 4)))
 
 
-def _strided(rng: Random, v: Tensor) -> Step:
+def _strided(rng: Random, _: Tensor) -> Step:
     size = rng.choice([(2,), (2, 2), (3, 2), (1, 3)])
-    return size, tuple(rng.randint(0, 2) for _ in size), v.storage_offset()
+    return size, tuple(rng.randint(0, 2) for _ in size)
 
 
 _ARGUMENTS: dict[str, Callable[[Random, Tensor], Step]] = {
