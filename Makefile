@@ -9,6 +9,8 @@ NPROC ?= 4
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+N ?= 1000
+FUZZ_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +54,10 @@ bench: $(READY) ## hpfunc beside FSDP2 and DDP: tables, plots and targets (needs
 .PHONY: test
 test: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses; BACKEND=mindspore adds its own
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz: $(READY) ## compare N steps drawn at random with plain torch; N=20000 takes an hour; FUZZ_ARGS="--seed 7 --shrink"
+	$(BIN)/python -m tests.fuzz --count $(N) --failures fuzz-failures.jsonl $(FUZZ_ARGS)
 
 .PHONY: check
 check: lint types imports docs ## run every static check and the docs build
