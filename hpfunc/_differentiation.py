@@ -130,19 +130,20 @@ class Run:
             if trainable:
                 self.uses_left[weight] -= 1
 
-    def repeated(self, unit: int) -> int:
-        """Returns the number of the use that a call of its unit in backward repeats.
+    def repeats(self, use: Use) -> None:
+        """Gives a call of a unit in backward the number of the use that it repeats, and what that one has changed.
 
         Backward goes from the last use to the first, so it is one of those that are called again together with the last
         use that still has its backward before it: the next one of them in order.
         """
-        waiting = self._repeatable[unit]
+        waiting = self._repeatable[use.unit]
         if not waiting:
-            return self.session.last_use(unit)
-        together = [use for use in waiting if use.scope == waiting[-1].scope]
-        use = min(together, key=lambda use: use.num_recomputes)
-        use.num_recomputes += 1
-        return use.number
+            use.number = self.session.last_use(use.unit)
+            return
+        together = [first for first in waiting if first.scope == waiting[-1].scope]
+        first = min(together, key=lambda first: first.num_recomputes)
+        first.num_recomputes += 1
+        use.number, use.changed = first.number, first.changed
 
     def differentiate(self, forward: Callable[[], Tensor], tracked: Sequence[Any]) -> None:
         """Calls `forward`, runs the backward of its loss, and adds up the gradients that are none of a unit's.

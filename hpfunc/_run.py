@@ -122,8 +122,8 @@ class Use:
     """One call of a unit: what the backend's VJP nodes and the driver know of it."""
 
     __slots__ = (
-        "arrays", "backward_index", "index", "inside", "names", "needs_backward", "num_recomputes", "number",
-        "released", "remat", "run", "scope", "session", "trainable", "unit", "weights",
+        "arrays", "backward_index", "changed", "index", "inside", "names", "needs_backward", "num_recomputes",
+        "number", "released", "remat", "run", "scope", "session", "trainable", "unit", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -137,6 +137,7 @@ class Use:
         self.names = [record.name for record in records]
         self.needs_backward = self.remat = False
         self.inside: Inside | None = None
+        self.changed: list[Any] = []
         self.scope: object = None
         self.num_recomputes = 0
         self.number = self.index = self.backward_index = -1

@@ -272,5 +272,6 @@ def _recompute(
     # Activation checkpointing calls the unit again, before its backward begins.
     run.tape.refuse_reentrant()
     use = _use(run.session, label, arrays, run if run.tape.is_grad_enabled() else None, axes)
-    use.number, (use.remat, use.inside) = run.repeated(use.unit), options
+    use.remat, use.inside = options
+    run.repeats(use)
     return run.tape.recompute_unit(body, use, *args, **kwargs)

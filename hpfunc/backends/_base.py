@@ -113,6 +113,7 @@ class UnitUse(Protocol):
         remat: keep nothing of what the unit computes, and compute it again in backward.
         inside: what to make ready for code of the unit that runs again by itself; None if that needs nothing.
         needs_backward: set by the tape: the use will have a backward.
+        changed: set by the tape: what the unit has changed of its arguments; that of the use which this one repeats.
         scope: set by the tape: what will call the unit again before its backward (activation checkpointing); equal for
             the uses that it calls together, None if nothing does.
     """
@@ -123,6 +124,7 @@ class UnitUse(Protocol):
     remat: bool
     inside: Inside | None
     needs_backward: bool
+    changed: list[Any]
     scope: object
 
     def before_forward(self) -> list[Tensor]:

@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import LeafError, UsageError, message
 from . import _torch_borrowed as borrowed
+from ._arguments import Arguments, refuse, refuse_changes
 from ._base import UnitUse
 from ._contract import is_called_by, refusing_writes
 from ._torch_modes import differentiating, ordinary
@@ -260,11 +261,22 @@ def _forgetting(
         for i, tensor in zip(places, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
-        wholes, weights = first.pop() if first else _again(held)
-        return _recording(fn, held, wholes, weights, args, kwargs)
+        if not first:
+            return _recording(fn, held, *_again(held), args, kwargs)
+        given = Arguments(args, kwargs, _version)  # here: containers are made anew, so the caller's would not change
+        outputs = _recording(fn, held, *first.pop(), args, kwargs)
+        refuse_changes(held.use.label, given)
+        return outputs
 
     with Saving(held, ()).hooks():  # for the arguments, which checkpointing saves
         return checkpoint(call, anchor, *tensors, use_reentrant=False)
+
+
+def _version(x: Any) -> Any:
+    """Returns what changes when a tensor is written to, or a generator is drawn from."""
+    if isinstance(x, Tensor):
+        return 0 if x.is_inference() else x._version
+    return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
 
 
 def _again(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
@@ -321,6 +333,8 @@ class TorchTape:
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` again, for checkpointing: it must save what the first call saved."""
+        if use.changed and (again := Arguments(args, kwargs, _version).holding(use.changed)):
+            raise refuse(use.label, again)
         wholes = use.before_recompute()
         try:
             return self._call(fn, use, wholes, args, kwargs)[0]
@@ -342,7 +356,11 @@ class TorchTape:
         token.grad_fn.outliving.give(use, weights)
         if use.remat:
             return _forgetting(fn, held, wholes, weights, self._anchor, args, kwargs), token
-        return _recording(fn, held, wholes, weights, args, kwargs), token
+        given = Arguments(args, kwargs, _version) if enclosing else None
+        outputs = _recording(fn, held, wholes, weights, args, kwargs)
+        if given is not None:
+            use.changed = [thing for _, _, things in given.changed() for thing in things]
+        return outputs, token
 
     @differentiating()
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:

@@ -195,9 +195,9 @@ class Skeleton:
         spec: Any = None
         changed: set[str] = set()
 
-        def body(weights: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[list[Any], Tensors]:
+        def body(weights: Tensors, *args: Any, hpfunc_buffers: Tensors, **kwargs: Any) -> tuple[list[Any], Tensors]:
             nonlocal spec, changed
-            outputs, after, changed = _compute(part, original, call, weights, buffers, args, kwargs)
+            outputs, after, changed = _compute(part, original, call, weights, hpfunc_buffers, args, kwargs)
             leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_opaque)
             return leaves, after
 
@@ -205,7 +205,7 @@ class Skeleton:
         if any(is_sharded(x) for x in weights.values()):
             inside = Reopening(self._home, part, call.modes, buffers)
             run = unit_around(body, part.path, self._remat, inside=inside)
-        leaves, after = run(weights, buffers, args, kwargs)
+        leaves, after = run(weights, *args, hpfunc_buffers=buffers, **kwargs)
         if after and not is_repeated:
             call.changed |= changed
             self._place(call, {path: x.detach() for path, x in after.items()})

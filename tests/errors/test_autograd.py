@@ -50,6 +50,34 @@ def a_write_into_an_argument_that_is_used_again(rank: int) -> Any:
     return _differentiating(loss)
 
 
+# --- arguments that a unit changes ------------------------------------------------------------------------------------
+class _Cache:
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Tensor]] = [{}]
+
+
+def _filling(p: Any, x: Tensor, *, cache: Any, counts: list[int]) -> Tensor:
+    cache.layers[0]["keys"] = torch.cat([*cache.layers[0].values(), x @ p["w"]])
+    return cache.layers[0]["keys"].sum(0) + x.sin()
+
+
+def a_cache_that_a_unit_fills(rank: int) -> Any:
+    layer = hp.unit(_filling, name="layer", remat=True)
+    return _differentiating(lambda p, x: layer(p["layers"][0], x, cache=_Cache(), counts=[0]).sum())
+
+
+def a_cache_that_a_checkpointed_unit_fills(rank: int) -> Any:
+    layer = hp.unit(_filling, name="layer")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        cache = _Cache()
+        return checkpoint(
+            lambda x: layer(p["layers"][0], x, cache=cache, counts=[0]).sin(), x, use_reentrant=False
+        ).sum()
+
+    return _differentiating(loss)
+
+
 # --- complex numbers --------------------------------------------------------------------------------------------------
 def a_complex_weight_that_is_differentiated(rank: int) -> Any:
     kept = hp.shard({"w": torch.ones(4, 4, dtype=torch.complex64), "n": torch.ones(4).int()}, mesh(), hp.P("shard"))
