@@ -175,17 +175,32 @@ def _call(
     if run is not None:
         body = _casting(body, run.numerics, backend)
     if run is None or run.state == "done":
-        return _forward_only(label, body, arrays, axes, names, args, kwargs)
+        return _forward_only(label, body, arrays, axes, names, None, args, kwargs)
     if run.state == "backward":
         return _recompute(label, body, arrays, axes, run, options, args, kwargs)
     if not run.tape.is_grad_enabled():
         run.tape.refuse_reentrant()
-        return _forward_only(label, body, arrays, axes, names, args, kwargs)
+        return _forward_only(label, body, arrays, axes, names, run, args, kwargs)
+    _refuse_computed(label, arrays, names, backend)
     use = _use(run.session, label, arrays, run, axes)
     use.remat, use.inside = remat, inside
     outputs = run.tape.use_unit(body, use, *args, **kwargs)
     use.after_forward()
     return outputs
+
+
+def _refuse_computed(label: str, arrays: Sequence[ShardedArray], names: Names, backend: Backend) -> None:
+    """Raises UsageError naming every array whose local part was computed from what is being differentiated."""
+    if all(array._tracker is not None or not backend.is_transformed([array._value]) for array in arrays):
+        return
+    rows = zip(names(), arrays, strict=True)
+    bad = [f"{n}: {describe(a)}" for n, a in rows if a._tracker is None and backend.is_transformed([a._value])]
+    rule = f"the weights of {label!r} are computed within the loss, whose gradient would not pass through the unit"
+    hint = (
+        "compute them inside of the unit, from the arrays that are differentiated; or before value_and_grad; or detach "
+        "what is to be a constant"
+    )
+    raise UsageError(message(_NAME, rule, bad, hint=hint))
 
 
 def _inputs(backend: Backend, arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> list[Tensor]:
@@ -236,16 +251,17 @@ def _forward_only(
     arrays: Sequence[ShardedArray],
     axes: Axes,
     names: Names,
+    run: Run | None,
     args: Any,
     kwargs: Any,
 ) -> Any:
-    owned = current_session()
+    owned = current_session() if run is None else run.session
     session = owned or Session(arrays[0].mesh)
     try:
         if owned is None:  # the arguments of a step have names already
             session.paths.update((array._owner, name) for name, array in zip(names(), arrays, strict=True))
         check_gatherable(_NAME, [(session.paths.get(a._owner, label), a) for a in arrays], axes)
-        use = _use(session, label, arrays, None, axes)
+        use = _use(session, label, arrays, run, axes)
         wholes = use.before_forward()
         outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
         use.after_forward()
@@ -271,7 +287,7 @@ def _recompute(
 ) -> Any:
     # Activation checkpointing calls the unit again, before its backward begins.
     run.tape.refuse_reentrant()
-    use = _use(run.session, label, arrays, run if run.tape.is_grad_enabled() else None, axes)
+    use = _use(run.session, label, arrays, run, axes)
     use.remat, use.inside = options
     run.repeats(use)
     return run.tape.recompute_unit(body, use, *args, **kwargs)

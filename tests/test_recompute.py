@@ -396,12 +396,12 @@ def recomputed_events(rank: int) -> list[str]:
         run(first, data(rank))
     assert run.followed_plan
     program = run.schedules[-1].program
-    return [program.describe(event) for event in program.events if event.unit in (None, 2)]
+    return [program.describe(event) for event in program.events if event.unit in (None, 1)]
 
 
 def test_a_recompute_has_the_number_of_the_use_that_it_repeats(pool: Callable[[int], Pool]) -> None:
     for events in pool(2).run(recomputed_events):
-        assert [event.replace(" block.2", "") for event in events] == [
+        assert [event.replace(" block.1", "") for event in events] == [
             *("forward", "forward#1", "forward#2", "forward#3"),
             *("recompute#2", "recompute#3", "backward#3", "backward#2"),
             *("recompute", "recompute#1", "backward#1", "backward"),
