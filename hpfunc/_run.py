@@ -167,7 +167,7 @@ class Use:
 
     def dismiss(self) -> None:
         """See `UnitUse`."""
-        self.run.settle(self)
+        self.run.settle(self, ())
 
     def whole(self, index: int) -> Tensor:
         """See `UnitUse`."""
