@@ -126,10 +126,10 @@ def found(
     results = []
     for call in (grad_fn, step, step, step):
         _, gradients = call(params, examples(rank))
+        results.append([w.clone() for w in hp.unshard(gradients)])
         local = [g.local for g in gradients]
         assert not any(overlaps(a, b) for a in local for b in local if a is not b and a.numel() and b.numel())
         assert not any(overlaps(a, Kept.memory) for a in local if a.numel())
-        results.append([w.clone() for w in hp.unshard(gradients)])
     assert step.followed_plan
     for w, whole in zip(hp.unshard(params), weights(name), strict=True):
         assert torch.equal(w, whole)
