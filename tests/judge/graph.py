@@ -178,17 +178,18 @@ class Graph:
         for lives in pools.values():
             given = sorted((life.given, life.cell) for life in lives if life.given is not None)
             place, ends = 0, 0
-            for new in sorted(lives, key=lambda life: life.taken):
-                while place < len(given) and given[place][0] < new.taken:
+            takers = sorted((life.taken, life.cell) for life in lives if life.taken is not None)
+            for taken, new in takers:
+                while place < len(given) and given[place][0] < taken:
                     for use in touches[shift + given[place][1]]:
                         ends |= 2 << 2 * use.work
                     place += 1
-                uses, common = touches[shift + new.cell], -1
+                uses, common = touches[shift + new], -1
                 for use in uses:
                     common &= self._before[2 * use.work]
                 if ends & ~common:
                     for _, old in given[:place]:
-                        self._reuse(shift + old, touches[shift + old], shift + new.cell, uses)
+                        self._reuse(shift + old, touches[shift + old], shift + new, uses)
 
     def _reuse(self, old: int, olds: list[Touch], new: int, news: list[Touch]) -> None:
         for one in olds:

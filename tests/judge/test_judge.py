@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from hpfunc._check import find_violations
 from hpfunc._plan import Traits, plan
 from hpfunc._policy import Policy
-from hpfunc._schedule import Communicator, Deliver, Free, Launch, Schedule
-from tests.judge.explore import judge
+from hpfunc._schedule import Communicator, Free, Launch, Local, Schedule
+from tests.judge.explore import Verdict, judge
 from tests.judge.inputs import mutated, small_case
 from tests.judge.works import Rules
 from tests.judge.world import World
@@ -152,12 +153,64 @@ def test_a_launch_that_a_rank_leaves_out_is_a_deadlock() -> None:
     assert judge([THREE, less], FSDP, RULES).is_right is False
 
 
-def test_the_world_in_which_the_caller_orders_nothing_shows_the_published_races() -> None:
-    """A first gather that does not wait for the optimizer, and a gradient that is delivered out of a side stream."""
-    world = replace(RULES, beginnings=True)
-    alone = changed(THREE, "gather layer0", waits=())
-    assert judge(alone, FSDP, world).is_right is False
-    assert any(isinstance(op, Deliver) for op in THREE.ops)
+# ------------------------------------------------------------------------------- the caller, and what is borrowed
+
+
+def both_reject(schedule: Schedule) -> Verdict:
+    assert find_violations(schedule)
+    verdict = judge(schedule, FSDP, RULES)
+    assert verdict.is_right is False
+    return verdict
+
+
+def test_a_first_gather_that_does_not_wait_for_the_caller_is_rejected_by_both() -> None:
+    """It would send what the optimizer of the step before has not written yet."""
+    assert "reads" in both_reject(changed(THREE, "gather layer0", waits=())).reason
+    assert not judge(changed(THREE, "gather layer0", waits=()), FSDP, RULES).is_right
+    assert judge(changed(THREE, "gather layer0", waits=()), FSDP, replace(RULES, beginnings=False)).is_right
+
+
+def test_a_gradient_out_of_the_memory_of_a_side_stream_is_rejected_by_both() -> None:
+    """The caller drops it with its reads still queued, and the next sum of parts is written there."""
+    valid = plan(layers(3, FSDP, 8), Policy(pack_below_bytes=0), Traits(ordered_sums=True))
+    buffers = (replace(b, stream="all_reduce") if b.kind == "reduce" else b for b in valid.buffers)
+    aside = changed(replace(valid, buffers=tuple(buffers)), "sum layer1", waits=("reduce_scatter layer1",))
+    assert both_reject(aside).kind == "timing"
+    assert any("the caller drops it unseen" in violation.text for violation in find_violations(aside))
+
+
+def test_a_shard_that_is_read_beyond_the_end_of_the_step_is_rejected_by_both() -> None:
+    """The caller overwrites it then, for all that the last op of the step says."""
+    late = plan(layers(1, FSDP, 8), Policy(pack_below_bytes=0), Traits())
+    gather = named(late, "gather layer0")[1]
+    again = replace(late.buffers[gather.writes[0].buffer], name="whole again")
+    region = gather.writes[0]._replace(buffer=len(late.buffers))
+    last = len(late.slots) - 1
+    ops = flat(late)
+    more = [
+        (last, replace(gather, name="gather again", writes=(region,), waits=())),
+        (last, Free("free again", region.buffer, "gather")),
+    ]
+    end = len(ops) - 1
+    early = rebuilt(replace(late, buffers=(*late.buffers, again)), [*ops[:end], *more, *ops[end:]])
+    assert both_reject(early).kind == "timing"
+    waiting = changed(early, "end", waits=("gather again",))
+    assert not find_violations(waiting)
+    assert judge(waiting, FSDP, RULES).is_right
+
+
+def test_an_op_that_writes_into_a_borrowed_gradient_is_rejected_by_both() -> None:
+    gradient = named(THREE, "backward layer2")[1].writes
+    scaled = Local("scale gradient", "scale", "compute", gradient, gradient, divisor=1)
+    ops = flat(THREE)
+    place = named(THREE, "reduce_scatter layer2")[0]
+    both_reject(rebuilt(THREE, [*ops[:place], (ops[place][0], scaled), *ops[place:]], waits=True))
+
+
+def test_a_padded_shard_that_is_sent_as_it_is_is_rejected_by_both() -> None:
+    """One rank has fewer elements than the others."""
+    valid = plan(layers(2, FSDP, 7, even=False), Policy(pack_below_bytes=0), Traits())
+    both_reject(changed(valid, "gather layer0", reads=named(valid, "pack w0")[1].reads))
 
 
 # --------------------------------------------------------------------------------------------- what is left out

@@ -83,12 +83,15 @@ class Work:
 
 @dataclass(slots=True)
 class Life:
-    """Memory that is taken from a pool by the work `taken`, and may be another's once the work `given` is issued."""
+    """Memory that is taken from a pool by the work `taken`, and may be another's once the work `given` is issued.
+
+    `taken` is None for what the caller keeps: it was taken as what it drops.
+    """
 
     cell: int
     pool: str
     numel: int
-    taken: int
+    taken: int | None
     given: int | None = None
 
 
@@ -111,6 +114,7 @@ class Rank:
         self.sizes: list[int] = []
         self.lives: dict[int, Life] = {}
         self.twins: dict[int, int] = {}
+        self._mains: dict[int, int] = {}
         self.shards = {i: self._cell(b.numel) for i, b in enumerate(schedule.buffers) if b.kind == "shard"}
         self.buffers = {cell: i for i, cell in self.shards.items()}
         first_uses = {i: self._first_use(i) for i in self.shards}
@@ -139,6 +143,9 @@ class Rank:
         writes = [Span(cell, 0, self.sizes[cell]) for cell in self.shards.values()]
         work = Work("update", f"update {step}", "compute", step, writes=writes, kept=self._kept)
         work.reads = [span for span, _, _ in self._kept]
+        for twin, main in ((span.cell, self._mains[span.cell]) for span in work.reads):  # dropped as the host goes on
+            pool, numel = self.lives[main].pool, self.sizes[main]
+            self.lives[twin] = Life(twin, pool, numel if self.beginnings else 0, None, len(self.works))
         self._kept = []
         if not self.beginnings:
             work.waits = list(range(len(self.works)))
@@ -210,6 +217,7 @@ class Rank:
                 twin = self.twins.setdefault(span.cell, -1)
                 if twin < 0:
                     twin = self.twins[span.cell] = self._cell(self.sizes[span.cell])
+                    self._mains[twin] = span.cell
                 kept = (Span(twin, span.start, span.stop), work.segment, op.weight)
                 work.kept = [kept]
                 self._kept.append(kept)
