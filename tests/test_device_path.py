@@ -12,7 +12,7 @@ import torch
 import hpfunc as hp
 from hpfunc import _probe
 from hpfunc._schedule import Compute
-from hpfunc.backends import _torch, _torch_collectives, get
+from hpfunc.backends import _torch, _torch_collectives, _torch_streams, get
 from tests.models import P
 from tests.ranks import Pool, mesh_of
 from tests.test_execute import data, layers, local_leaves, step
@@ -64,7 +64,7 @@ def on_notes(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[st
     _, want = step(params, data(rank))
     run = hp.sharded(step, mesh, policy=hp.Policy(pack_below_bytes=0))
     run(params, data(rank))
-    notes, streams = Notes(), _torch._DeviceStreams(torch.device("cpu"))
+    notes, streams = Notes(), _torch_streams.DeviceStreams(torch.device("cpu"))
     streams.module = notes
     issue, issued = streams.issue, []
 
@@ -103,10 +103,28 @@ def test_a_device_gets_every_op_in_order_with_its_waits(pool: Callable[[int], Po
         assert any("sum layer.2 on all_reduce waits for ['reduce_scatter layer.2']" in line for line in issued), issued
 
 
+def test_memory_of_the_compute_stream_is_allocated_on_it_within_an_op_of_another() -> None:
+    notes, streams = Notes(), _torch_streams.DeviceStreams(torch.device("cpu"))
+    streams.module = cast(Any, notes)
+    current: list[str] = []
+
+    def work() -> None:
+        current.append(notes.current)
+        with streams.memory("compute"):
+            current.append(notes.current)
+        current.append(notes.current)
+
+    streams.issue("zero", "all_reduce", (), work, lambda label, elapsed_s: None)
+    with streams.memory("compute"):
+        current.append(notes.current)
+    own, compute, again, outside = current
+    assert own == again != compute == outside == "compute"
+
+
 def probe_on_notes(rank: int) -> list[str]:
     mesh, backend = mesh_of((2,), ("shard",), None, 18.0), cast(Any, get("torch"))
     _probe._links.pop((mesh, ("shard",)), None)
-    notes, streams = Notes(), _torch._DeviceStreams(torch.device("cpu"))
+    notes, streams = Notes(), _torch_streams.DeviceStreams(torch.device("cpu"))
     streams.module = notes
     # The control group is of the host, on a device too: its waits are looked at by their own streams.
     host, exchange = backend.streams("cpu"), backend.exchange

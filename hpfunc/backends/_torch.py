@@ -1,7 +1,6 @@
 """torch: processes, tensors and collectives, on CPU (gloo), CUDA (NCCL) and whatever other accelerator torch knows.
 
-The device path (`_DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the
-machines that test this project; what those can check of it is that it launches the same ops in the same order.
+Where its work runs, on a CPU or on streams of an accelerator, is in `_torch_streams`.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch.profiler import record_function
 
 from .._errors import MeshError, message
 from . import _torch_autograd as autograd
@@ -29,8 +26,7 @@ from . import _torch_init as init
 from . import _torch_modes as modes
 from ._base import Collective, Counters, Poll, Purpose, World
 from ._torch_compile import leave_alone
-
-POLL_S = 0.5
+from ._torch_streams import DeviceStreams, HostPending, HostStreams
 
 # Note [Small messages travel apart]
 # gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
@@ -39,135 +35,6 @@ POLL_S = 0.5
 # nothing. NCCL and HCCL send the messages of one launch together, so they need no second group.
 SMALL_BYTES = 1 << 16
 _SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
-
-
-class _HostPending:
-    """Collectives of gloo in flight, or nothing left to wait for."""
-
-    __slots__ = ("label", "works")
-
-    def __init__(self, label: str, works: Sequence[Any] = ()) -> None:
-        self.label = label
-        self.works = list(works)
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once all works are complete, from a thread of gloo."""
-        left = [len(self.works)]
-
-        def done(_: Any) -> None:
-            left[0] -= 1
-            if not left[0]:
-                callback()
-
-        for work in self.works:
-            work.get_future().add_done_callback(done)
-
-
-class _HostStreams:
-    """CPU: local work runs on the host at once; collectives run in gloo's threads until somebody waits for them."""
-
-    def __init__(self, counters: Counters) -> None:
-        self.counters = counters
-
-    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> _HostPending:
-        for pending in waits:
-            self.wait(pending, poll)
-        if not _profiling():
-            return _HostPending(label, work() or ())
-        with record_function(f"hpfunc::{label}"):
-            return _HostPending(label, work() or ())
-
-    def wait(self, pending: Any, poll: Poll) -> None:
-        if not pending.works:
-            return
-        start = time.perf_counter()
-        for work in pending.works:
-            self._wait_work(work, pending.label, start, poll)
-        pending.works.clear()
-        self.counters.wait_s += time.perf_counter() - start
-
-    def memory(self, stream: str) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def _wait_work(self, work: dist.Work, label: str, start: float, poll: Poll) -> None:
-        # A gloo work may be waited for in slices: between two we look whether a peer has failed.
-        while True:
-            try:
-                work.wait(timedelta(seconds=POLL_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    self._finish_work(work, label, poll)
-                    return
-                poll(label, time.perf_counter() - start)
-
-    def _finish_work(self, work: Any, label: str, poll: Poll) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            poll(f"{label}: {error}", float("inf"))
-            raise
-
-
-class _DevicePending:
-    """A point on a stream of a device."""
-
-    __slots__ = ("event", "label")
-
-    def __init__(self, label: str, event: Any) -> None:
-        self.label = label
-        self.event = event
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has come to this point; the host waits for it, so this serves pictures only."""
-        self.event.synchronize()
-        callback()
-
-
-class _DeviceStreams:
-    """An accelerator: every op is enqueued on a stream, waits are edges between streams, the host never blocks.
-
-    Memory needs no `record_stream`: a buffer is allocated under its own stream, and freed behind waits of that stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.module = getattr(torch, device.type)
-        self.streams: dict[str, Any] = {}
-        self.caller: Any = None  # the caller's stream, while an op is issued on another one
-
-    def _stream(self, name: str) -> Any:
-        if name == "compute":
-            return self.caller or self.module.current_stream(self.device)
-        if name not in self.streams:
-            self.streams[name] = self.module.Stream(self.device)
-        return self.streams[name]
-
-    def issue(
-        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll
-    ) -> _DevicePending:
-        target, self.caller = self._stream(stream), self._stream("compute")
-        try:
-            with self.module.stream(target), record_function(f"hpfunc::{label}"):
-                for pending in waits:
-                    target.wait_event(pending.event)
-                for collective in work() or ():
-                    collective.wait()  # an edge from the communicator's own stream; the host goes on
-                event = self.module.Event()
-                event.record(target)
-        finally:
-            self.caller = None
-        return _DevicePending(label, event)
-
-    def wait(self, pending: Any, poll: Poll) -> None:
-        self._stream("compute").wait_event(pending.event)
-
-    def memory(self, stream: str) -> AbstractContextManager[Any]:
-        return self.module.stream(self._stream(stream))
-
-
-def _profiling() -> bool:
-    return torch.autograd.profiler._is_profiler_enabled
 
 
 class TorchBackend:
@@ -179,7 +46,7 @@ class TorchBackend:
         self.counters = Counters()
         self._groups: dict[tuple[object, ...], Any] = {}
         self._for_small: dict[Any, Any] = {}  # by group; see Note [Small messages travel apart]
-        self._streams: dict[str, _HostStreams | _DeviceStreams] = {}
+        self._streams: dict[str, HostStreams | DeviceStreams] = {}
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> World:
@@ -239,7 +106,7 @@ class TorchBackend:
         send = torch.tensor(numbers, dtype=torch.int64)
         receive = torch.empty(group.size() * len(numbers), dtype=torch.int64)
         work = collectives.all_gather(receive, send, group=group, async_op=True)
-        self.streams("cpu").wait(_HostPending(label, [work]), poll)
+        self.streams("cpu").wait(HostPending(label, [work]), poll)
         return receive.view(group.size(), -1).tolist()
 
     def exchange_text(self, group: Any, text: str) -> list[str]:
@@ -349,10 +216,10 @@ class TorchBackend:
     def ordered_sums(self, device: str) -> bool:
         return device == "cpu"
 
-    def streams(self, device: str) -> _HostStreams | _DeviceStreams:
+    def streams(self, device: str) -> HostStreams | DeviceStreams:
         if device not in self._streams:
             on_host = device in ("cpu", "meta")
-            self._streams[device] = _HostStreams(self.counters) if on_host else _DeviceStreams(torch.device(device))
+            self._streams[device] = HostStreams(self.counters) if on_host else DeviceStreams(torch.device(device))
         return self._streams[device]
 
     def launch(
