@@ -72,9 +72,10 @@ class _Wholes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        taken = borrowed.take(gradients[:-1])  # first: a gradient may be one of the weights that outlive their unit
         ctx.outliving.empty()
         ctx.held.end()
-        ctx.use.after_backward(borrowed.take(gradients[:-1]))
+        ctx.use.after_backward(taken)
         return None, None, None
 
 

@@ -46,6 +46,7 @@ def _trains_complex(case: Case) -> bool:
 _REASONS: dict[str, Callable[[Case], bool]] = {
     "gather_budget_bytes": lambda case: "gather_budget_bytes" in dict(case.around.policy),
     "only floating tensors can be differentiated": _trains_complex,
+    "are computed within the loss": lambda case: any(ref.is_made for unit in case.units for ref in unit.refs),
     "written to in place": lambda case: _raises(_all_reached(case)),
     "the loss does not depend on what is differentiated": _has_no_gradient,
     "sparse": lambda case: any(op.kind == "sparse_embedding" for unit in case.units for op in unit.ops),

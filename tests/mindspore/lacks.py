@@ -194,6 +194,8 @@ NOT_HERE = {
     "test_views": "views of another dtype are torch's",
     "test_names": "names and keys are the core's, the same for each framework",
     "test_probe": "what it measures is gloo, for both frameworks",
+    "test_without_grad": "no_grad, its checkpoints and functions are torch's",
+    "fuzz": "its steps are written in torch, and compared with plain torch",
     "test_ranks": "the pool itself",
     "test_replicas": "what is compared are bits in host memory, by the core; errors.test_steps runs here",
     "values.test_world": "the same gloo world; test_launch",
