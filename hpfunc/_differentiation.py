@@ -75,11 +75,12 @@ class Run:
         self._places[handle._owner] = place
         return handle._handle(tracker=self, origin=leaf._origin)
 
-    def key(self, array: ShardedArray, rows: tuple[int, ...], source: object) -> object:
+    def key(self, array: ShardedArray, rows: tuple[int, ...], origin: int | None) -> object:
         """Returns what makes an array, or a row of it, another weight of the program than any other."""
         place = self._places.get(array._owner) if array._tracker is self else None
-        if place is not None and self.session.origin_of(array) is None:
-            source = ("made", self.backwards.first_run)
+        source: object = origin
+        if origin is None:
+            source = array._owner if place is None else ("made", self.backwards.first_run)
         return source, rows, place, self.numerics, self.backwards.count
 
     @uncompiled

@@ -97,6 +97,7 @@ class Planned:
         self.schedule = schedule = prepared.schedule
         self.backend, self.mesh = session.backend, session.mesh
         self.streams = self.backend.streams(self.mesh.device)
+        self.at_once = self.streams.runs_at_once()
         self.coordinate = self.mesh.coordinate
         self.groups: dict[Communicator, Any] = {}
         self.rows: dict[int, Any] = {}
@@ -172,7 +173,7 @@ class Planned:
         compute = self.prepared.compute[event]
         if self.timeline is not None:
             self.timeline.end(self.prepared.ops[compute].name)
-        if compute in self.prepared.waited:
+        if compute in self.prepared.waited and not self.at_once:
             label = self.prepared.ops[compute].name
             self.pending[compute] = self.streams.issue(label, "compute", (), lambda: None, self.session.control.poll)
         self._run(event, "after")
@@ -184,9 +185,11 @@ class Planned:
     def _issue(self, i: int) -> None:
         op, work = self.prepared.ops[i], self.prepared.works[i]
         self.issued[i] = True
-        if work is None:
+        if work is None or (self.at_once and not isinstance(op, Launch)):
             for other in self.prepared.waits[i]:
                 self._wait(other)
+            if work is not None:
+                work(self, op)
             return
         waits = [self.pending[other] for other in self.prepared.waits[i] if self.pending[other] is not None]
         if self.left is not None:

@@ -255,7 +255,7 @@ class Mesh:
 
     def check_data_axes(self, function: str) -> None:
         """Raises MeshError if it takes more than one rank, and nobody has said along which axes data differ."""
-        if self.size > 1 and not self.knows_data_axes:
+        if not self.knows_data_axes and self.size > 1:
             rule = "it is not known along which axes ranks hold different data"
             some = tuple(axis for axis in self.axis_names if axis.lower() not in OTHER)[:1]
             first = f"data_axes={some} if it is so along {some[0]!r}, " if some else ""

@@ -191,9 +191,11 @@ class Reductions:
     def _scatter(self, group: _Group, event: int) -> None:
         """Launches the reduce-scatter of an event: one launch over each communicator, whatever the bundles."""
         keys: defaultdict[Key, list[int]] = defaultdict(list)
+        taken = [index for index in self._finals[event] if self._is_alone(group, index)]
         for index in self._finals[event]:
-            if not self._take(group, index):
+            if index not in taken:
                 keys[key_of(self._program.weights[index])].append(index)
+        self._take(group, taken)
         launches: defaultdict[tuple[str, ...], list[_Message]] = defaultdict(list)
         for key, weights in keys.items():
             for message in self._fill(group, event, key, weights):
@@ -201,30 +203,35 @@ class Reductions:
         for launch in launches.values():
             self._launch_scatter(group, launch)
 
-    def _take(self, group: _Group, index: int) -> bool:
-        """Takes a whole gradient that needs no reduction: itself if it is a total, else a copy, divided on the way."""
-        weight, gradient = self._program.weights[index], self._gradients[index]
-        alone = weight.num_shards == weight.num_replicas == 1
-        if not alone or group.carries or index in self._carried or index in self._to_carry:
+    def _is_alone(self, group: _Group, index: int) -> bool:
+        """Returns whether a whole gradient needs no reduction, and is all that is to be delivered."""
+        weight = self._program.weights[index]
+        if weight.num_shards > 1 or weight.num_replicas > 1 or group.carries or prescaled(weight):
             return False
-        if self._draft.dtype(gradient) != weight.reduce_dtype or prescaled(weight):
+        if index in self._carried or index in self._to_carry:
             return False
-        region, name = self._gradients.pop(index), self._draft.weight(index)
-        borrowed = self._draft.kind(region) == "gradient"
-        if borrowed:
-            lent, region = (
-                region,
-                self._draft.buffer("reduce", name, weight.block_numel, weight.reduce_dtype, "compute", index),
-            )
-            self._draft.local(
-                f"own {name}", "own", "compute", [lent], [region], weights=(index,), divisor=weight.divisor
-            )
-            self._draft.free(lent)
-        member = Member({index: region}, [region])
-        bundle = Bundle(name, weight, region, [member], is_scaled=borrowed)
-        group.members.append((bundle, member))
-        group.complete.append(bundle)
-        return True
+        return self._draft.dtype(self._gradients[index]) == weight.reduce_dtype
+
+    def _take(self, group: _Group, weights: list[int]) -> None:
+        """Takes whole gradients: themselves if they are totals, else copies, divided on the way."""
+        lent: defaultdict[int, list[tuple[int, Region, Region]]] = defaultdict(list)
+        for index in weights:
+            weight, region, name = self._program.weights[index], self._gradients.pop(index), self._draft.weight(index)
+            borrowed = self._draft.kind(region) == "gradient"
+            if borrowed:
+                own = self._draft.buffer("reduce", name, weight.block_numel, weight.reduce_dtype, "compute", index)
+                lent[weight.divisor].append((index, region, own))
+                region = own
+            member = Member({index: region}, [region])
+            bundle = Bundle(name, weight, region, [member], is_scaled=borrowed)
+            group.members.append((bundle, member))
+            group.complete.append(bundle)
+        for divisor, rows in lent.items():
+            indices, sources, targets = zip(*rows, strict=True)
+            name = f"own {group.label if len(rows) > 1 else self._draft.weight(indices[0])}"
+            self._draft.local(name, "own", "compute", sources, targets, weights=indices, divisor=divisor)
+            for region in sources:
+                self._draft.free(region)
 
     def _fill(self, group: _Group, event: int, key: Key, weights: list[int]) -> Iterator[_Message]:
         """Fills what no collective fills of an event's part of a reduce buffer; yields the messages that do."""

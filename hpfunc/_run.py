@@ -260,11 +260,11 @@ class Session:
         # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.
         root, rows = array._root()
         origin = self.origin_of(root)
-        source = origin if origin is not None else root._owner
-        key = (source, rows) if run is None else run.key(root, rows, source)
+        key = (root._owner if origin is None else origin, rows) if run is None else run.key(root, rows, origin)
         index = self._weight_index.get(key)
         if index is None:
-            refuse_written("hpfunc.unit", [array], lambda: [self.name_of(array) or "an array that the step made"])
+            if origin is None:  # a step looks at its arguments
+                refuse_written("hpfunc.unit", [array], lambda: [self.name_of(array) or "an array that the step made"])
             index = self._weight_index[key] = len(self.weights)
             self.gathers.append(array.layout.gather(axes))
             self.weights.append(self._record(array, run, index))

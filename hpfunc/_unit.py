@@ -191,7 +191,8 @@ def _call(
 
 def _refuse_computed(label: str, arrays: Sequence[ShardedArray], names: Names, backend: Backend) -> None:
     """Raises UsageError naming every array whose local part was computed from what is being differentiated."""
-    if all(array._tracker is not None or not backend.is_transformed([array._value]) for array in arrays):
+    untracked = [array._value for array in arrays if array._tracker is None]
+    if not untracked or not backend.is_transformed(untracked):
         return
     rows = zip(names(), arrays, strict=True)
     bad = [f"{n}: {describe(a)}" for n, a in rows if a._tracker is None and backend.is_transformed([a._value])]

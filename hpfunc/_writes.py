@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from . import backends
 from ._array import Owner, ShardedArray, describe
 from ._errors import UsageError, message
+from .backends import Backend
 
 UNWATCHED = -1
 HINT = (
@@ -31,8 +32,12 @@ def _owner(array: ShardedArray) -> Owner:
 
 def watch(array: ShardedArray) -> ShardedArray:
     """Returns a new array, into which nothing may be written from now on."""
-    array._owner.writes = backends.get(array.mesh.framework).num_writes(array._owner.local)
+    _begin(array._owner, backends.get(array.layout.mesh.framework))
     return array
+
+
+def _begin(owner: Owner, backend: Backend) -> None:
+    owner.writes = backend.num_writes(owner.local) if backend.counts_writes(owner.local) else UNWATCHED
 
 
 def renewed(array: ShardedArray) -> ShardedArray:
@@ -50,18 +55,21 @@ def share(array: ShardedArray) -> ShardedArray:
 def refuse_written(function: str, arrays: Iterable[ShardedArray], names: Callable[[], Sequence[str]]) -> None:
     """Raises UsageError naming every array that was written into. See Note [Noticing writes]."""
     found = list(arrays)
-    written = [_is_written(array) for array in found]
+    if not found:
+        return
+    backend = backends.get(found[0].layout.mesh.framework)
+    written = [_is_written(array, backend) for array in found]
     if any(written):
         rows = zip(names(), found, written, strict=True)
         bad = [f"{name}: {describe(array)}" for name, array, is_bad in rows if is_bad]
         raise UsageError(message(function, "an array is immutable, and was written into", bad, hint=HINT))
 
 
-def _is_written(array: ShardedArray) -> bool:
-    owner = _owner(array)
+def _is_written(array: ShardedArray, backend: Backend) -> bool:
+    owner = array._owner if array._row is None else _owner(array)
     if owner.writes == UNWATCHED or owner.local is None:
         return False
-    count = backends.get(array.layout.mesh.framework).num_writes(owner.local)
     if owner.writes is None:
-        owner.writes = count
-    return count != owner.writes
+        _begin(owner, backend)
+        return False
+    return backend.num_writes(owner.local) != owner.writes

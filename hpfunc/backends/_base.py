@@ -85,6 +85,10 @@ class Streams(Protocol):
         """Makes the compute stream wait."""
         ...
 
+    def runs_at_once(self) -> bool:
+        """Returns whether local work is done as soon as it is called, so that `issue` would only call it."""
+        ...
+
     def memory(self, stream: str) -> AbstractContextManager[Any]:
         """Returns a context in which tensors are allocated out of the memory of a stream."""
         ...
@@ -302,8 +306,12 @@ class Memory(Protocol):
         """Returns a number of 56 bits that depends on all bits of the elements, in order, and on nothing else."""
         ...
 
+    def counts_writes(self, tensor: Tensor) -> bool:
+        """Returns whether it is known how often the memory of a tensor of the caller's was written to."""
+        ...
+
     def num_writes(self, tensor: Tensor) -> int:
-        """Returns how often the memory of a tensor of the caller's was written to; -1 if that is not known."""
+        """Returns how often the memory of a tensor of the caller's was written to, if `counts_writes` says so."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:

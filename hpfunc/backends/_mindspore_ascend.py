@@ -80,6 +80,9 @@ class _Streams:
     def wait(self, pending: Any, poll: Poll) -> None:
         self._stream("compute").wait_event(pending.event)
 
+    def runs_at_once(self) -> bool:
+        return False
+
     def memory(self, stream: str) -> AbstractContextManager[Any]:
         return runtime.StreamCtx(self._stream(stream))
 

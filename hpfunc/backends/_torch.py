@@ -159,11 +159,14 @@ class TorchBackend:
     def digest(self, tensor: torch.Tensor) -> int:
         return digests.digest(tensor)
 
-    def num_writes(self, tensor: torch.Tensor) -> int:
+    def counts_writes(self, tensor: torch.Tensor) -> bool:
         try:  # all parts of a larger tensor are counted together
-            return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else -1
+            return tensor._version >= 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
         except RuntimeError:  # made in inference mode, or a wrapper of torch.func
-            return -1
+            return False
+
+    def num_writes(self, tensor: torch.Tensor) -> int:
+        return tensor._version
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():

@@ -132,6 +132,11 @@ def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
         use.dismiss()
 
 
+# What `Function.apply` does before it calls these is for transforms of torch.func, of which none is active here.
+_apply_wholes = cast(Any, super(torch.autograd.Function, _Wholes)).apply
+_apply_gate = cast(Any, super(torch.autograd.Function, _Gate)).apply
+
+
 class _Outliving:
     """See Note [Weights that outlive their unit]."""
 
@@ -326,7 +331,7 @@ class TorchTape:
         cast(Any, token.grad_fn).outliving.empty()
         leaves, treedef = optree.tree_flatten(outputs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        *gated, token = _Gate.apply(use, token.grad_fn, token, *(leaves[i] for i in places))
+        *gated, token = _apply_gate(use, token.grad_fn, token, *(leaves[i] for i in places))
         self._tokens.append(token)
         for i, out in zip(places, gated, strict=True):
             leaves[i] = out
@@ -353,7 +358,7 @@ class TorchTape:
         enclosing = enclosing_hooks(True)
         use.scope = _mark(enclosing[1]) if enclosing else None
         held = Wholes(use)
-        *weights, token = _Wholes.apply(held, wholes, self._anchor)
+        *weights, token = _apply_wholes(held, wholes, self._anchor)
         token.grad_fn.outliving.give(use, weights)
         if use.remat:
             return _forgetting(fn, held, wholes, weights, self._anchor, args, kwargs), token

@@ -36,7 +36,10 @@ _VERSION = "_hpfunc_version"
 
 def storage_of(tensor: Tensor) -> int | None:
     """Returns what is equal for two tensors exactly if they share memory; None for one without memory of that kind."""
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _kind(tensor: Tensor) -> Kind:
@@ -79,12 +82,16 @@ class Wholes:
 class Saving:
     """The hooks of one run of a unit's code, which gets these whole weights. See the notes of this module."""
 
-    __slots__ = ("_enclosing", "_kinds", "_places", "_wholes")
+    __slots__ = ("_enclosing", "_places", "_wholes")
 
     def __init__(self, wholes: Wholes, tensors: Sequence[Tensor]) -> None:
         self._wholes = wholes
-        self._places = {storage_of(x): i for i, x in enumerate(tensors) if wholes.use.released[i]}
-        self._kinds = [(_kind(x), int(x.storage_offset())) for x in tensors]
+        # By storage: the place of a weight, its dtype, and where it begins. Not the weight: these hooks outlive it.
+        self._places = {
+            storage_of(x): (i, x.dtype, int(x.storage_offset()))
+            for i, x in enumerate(tensors)
+            if wholes.use.released[i]
+        }
         self._enclosing: Any = enclosing_hooks(True)
 
     def hooks(self) -> saved_tensors_hooks:
@@ -92,9 +99,9 @@ class Saving:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        index = self._places.get(storage_of(tensor))
-        if index is not None:
-            return self._place_of(index, tensor)
+        place = self._places.get(storage_of(tensor))
+        if place is not None:
+            return _place_of(tensor, *place)
         # A node that keeps its own output, as it is, would keep itself alive: no collector sees that circle.
         alias = tensor.detach()
         if self._enclosing:
@@ -118,21 +125,22 @@ class Saving:
         whole = self._wholes[index]
         return _same_kind(whole, *geometry) if kind is None else _another_kind(whole, kind, *geometry)
 
-    def _place_of(self, index: int, tensor: Tensor) -> tuple[Any, ...]:
-        """Returns where a tensor lies in a whole weight, and of which kind it is if not of the weight's."""
-        kind, (own, start) = _kind(tensor), self._kinds[index]
-        if kind == own:
-            return index, None, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
-        assert start * own[0].itemsize % tensor.itemsize == 0, "whole weights begin at the beginning of their memory"
-        offset = int(tensor.storage_offset()) - start * own[0].itemsize // tensor.itemsize
-        return index, kind, tensor.shape, tensor.stride(), offset
-
     def _written(self, saved: Tensor, version: int) -> UsageError:
         dtype = str(saved.dtype).removeprefix("torch.")
         found = f"shape {tuple(saved.shape)}, {dtype}: saved at version {version}, now at version {saved._version}"
         rule = f"a tensor that the unit {self._wholes.use.label!r} saved for its backward was written to in place since"
         hint = "write out of place (`x = x + y` for `x += y`), or write into a clone"
         return UsageError(message("hpfunc.unit", rule, [found], hint=hint))
+
+
+def _place_of(tensor: Tensor, index: int, dtype: torch.dtype, start: int) -> tuple[Any, ...]:
+    """Returns where a tensor lies in a whole weight, and of which kind it is if not of the weight's."""
+    kind = _kind(tensor)
+    if kind == (dtype, False, False):  # whole weights that are released are made here
+        return index, None, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
+    assert start * dtype.itemsize % tensor.itemsize == 0, "whole weights begin at the beginning of their memory"
+    offset = int(tensor.storage_offset()) - start * dtype.itemsize // tensor.itemsize
+    return index, kind, tensor.shape, tensor.stride(), offset
 
 
 def _same_kind(whole: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:

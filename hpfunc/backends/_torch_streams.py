@@ -66,6 +66,9 @@ class HostStreams:
         pending.works.clear()
         self.counters.wait_s += time.perf_counter() - start
 
+    def runs_at_once(self) -> bool:
+        return not _profiling()
+
     def memory(self, stream: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -141,6 +144,9 @@ class DeviceStreams:
 
     def wait(self, pending: Any, poll: Poll) -> None:
         self._stream("compute").wait_event(pending.event)
+
+    def runs_at_once(self) -> bool:
+        return False
 
     def memory(self, stream: str) -> AbstractContextManager[Any]:
         return self.module.stream(self._stream(stream))
