@@ -109,7 +109,7 @@ def _is_of_nothing(difference: Difference) -> bool:
 def _is_of_streams(difference: Difference) -> bool:
     """Whether `check` sees a communicator on two streams and nothing else. The judge has tried other orders."""
     violations = find_violations(difference.mutant)
-    return all("which is used on stream" in violation.text for violation in violations)
+    return bool(violations) and all("which is used on stream" in violation.text for violation in violations)
 
 
 # ------------------------------------------------------------------------------------------------- what is mere form
@@ -300,6 +300,7 @@ KINDS: tuple[Kind, ...] = (
         shows=_needs_idle_memory,
     ),
     Kind("no elements", "the race is for a buffer without elements", shows=_is_of_nothing),
+    Kind("order of launches", "a communicator is on two streams, whose waits order its launches", shows=_is_of_streams),
     Kind(
         "zeros", "another sum than the one asked for, but what it adds too much happens to be zero", shows=_needs_zeros
     ),
