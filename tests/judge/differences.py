@@ -166,6 +166,24 @@ def _with_plain_layouts(difference: Difference) -> Schedule:
     return replace(difference.mutant, program=replace(program, weights=weights))
 
 
+def _with_weights_as_planned(difference: Difference) -> Schedule:
+    """Names the weights that a planned op names, where those that the mutant names lie alike."""
+    planned = {op.name: op for op in difference.valid.ops}
+    weights = difference.world.program.weights
+
+    def layouts(op: Local) -> list[tuple[object, ...]]:
+        found = [weights[w] for w in op.weights]
+        return [(w.block_numel, w.num_shards, w.direct) for w in found]
+
+    def change(op: Op) -> Op:
+        due = planned.get(op.name)
+        if not isinstance(op, Local) or not isinstance(due, Local) or layouts(op) != layouts(due):
+            return op
+        return replace(op, weights=due.weights)
+
+    return _changed(difference.mutant, change)
+
+
 def _with_sums_in_order(difference: Difference) -> Schedule:
     """Turns the two terms of a sum round where the planned schedule has them so."""
     planned = {op.name: op for op in difference.valid.ops}
@@ -282,7 +300,10 @@ def _with_waits_behind_the_caller(difference: Difference) -> Schedule:
         begun.update(begins)
         if op.stream != "compute" and any(buffers[buffer].stream == "compute" for buffer in begins):
             behind = [other for other in computed if other.name not in known]
-            if behind and all(isinstance(other, (Free, Local)) for other in behind):
+            own = [
+                isinstance(other, (Free, Local)) or (isinstance(other, Caller) and not other.writes) for other in behind
+            ]
+            if behind and all(own):
                 op = replace(op, waits=(*op.waits, behind[-1].name))
         before[op.name] = {op.name, *known}.union(*(before.get(name, ()) for name in op.waits))
         last[op.stream] = op.name
@@ -313,6 +334,11 @@ KINDS: tuple[Kind, ...] = (
         "layout",
         "blocks of one element lie one after another in every layout",
         mended=_with_plain_layouts,
+    ),
+    Kind(
+        "name of a weight",
+        "an op names another weight than the one that it packs or unpacks, whose layout is the same",
+        mended=_with_weights_as_planned,
     ),
     Kind("label of a shard", "the stream of the caller's memory means nothing", mended=_with_labels_of_shards),
     Kind(
