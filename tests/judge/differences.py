@@ -109,7 +109,7 @@ def _is_of_nothing(difference: Difference) -> bool:
 def _is_of_streams(difference: Difference) -> bool:
     """Whether `check` sees a communicator on two streams and nothing else. The judge has tried other orders."""
     violations = find_violations(difference.mutant)
-    return all("which is used on stream" in violation.text for violation in violations)
+    return bool(violations) and all("which is used on stream" in violation.text for violation in violations)
 
 
 # ------------------------------------------------------------------------------------------------- what is mere form
@@ -164,6 +164,24 @@ def _with_plain_layouts(difference: Difference) -> Schedule:
     program = difference.mutant.program
     weights = tuple(replace(w, direct=True) if w.block_numel == 1 and w.even else w for w in program.weights)
     return replace(difference.mutant, program=replace(program, weights=weights))
+
+
+def _with_weights_as_planned(difference: Difference) -> Schedule:
+    """Names the weights that a planned op names, where those that the mutant names lie alike."""
+    planned = {op.name: op for op in difference.valid.ops}
+    weights = difference.world.program.weights
+
+    def layouts(op: Local) -> list[tuple[object, ...]]:
+        found = [weights[w] for w in op.weights]
+        return [(w.block_numel, w.num_shards, w.direct) for w in found]
+
+    def change(op: Op) -> Op:
+        due = planned.get(op.name)
+        if not isinstance(op, Local) or not isinstance(due, Local) or layouts(op) != layouts(due):
+            return op
+        return replace(op, weights=due.weights)
+
+    return _changed(difference.mutant, change)
 
 
 def _with_sums_in_order(difference: Difference) -> Schedule:
@@ -282,7 +300,10 @@ def _with_waits_behind_the_caller(difference: Difference) -> Schedule:
         begun.update(begins)
         if op.stream != "compute" and any(buffers[buffer].stream == "compute" for buffer in begins):
             behind = [other for other in computed if other.name not in known]
-            if behind and all(isinstance(other, (Free, Local)) for other in behind):
+            own = [
+                isinstance(other, (Free, Local)) or (isinstance(other, Caller) and not other.writes) for other in behind
+            ]
+            if behind and all(own):
                 op = replace(op, waits=(*op.waits, behind[-1].name))
         before[op.name] = {op.name, *known}.union(*(before.get(name, ()) for name in op.waits))
         last[op.stream] = op.name
@@ -300,6 +321,7 @@ KINDS: tuple[Kind, ...] = (
         shows=_needs_idle_memory,
     ),
     Kind("no elements", "the race is for a buffer without elements", shows=_is_of_nothing),
+    Kind("order of launches", "a communicator is on two streams, whose waits order its launches", shows=_is_of_streams),
     Kind(
         "zeros", "another sum than the one asked for, but what it adds too much happens to be zero", shows=_needs_zeros
     ),
@@ -312,6 +334,11 @@ KINDS: tuple[Kind, ...] = (
         "layout",
         "blocks of one element lie one after another in every layout",
         mended=_with_plain_layouts,
+    ),
+    Kind(
+        "name of a weight",
+        "an op names another weight than the one that it packs or unpacks, whose layout is the same",
+        mended=_with_weights_as_planned,
     ),
     Kind("label of a shard", "the stream of the caller's memory means nothing", mended=_with_labels_of_shards),
     Kind(

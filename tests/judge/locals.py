@@ -55,7 +55,8 @@ def _accumulate(i: Inputs) -> list[Terms]:
     results: list[Terms] = []
     for k, dtype in enumerate(i.new):
         one, two = i.reads[2 * k], i.reads[2 * k + 1]
-        if one.size != two.size:
+        in_place = i.op.writes[k] in i.op.reads[2 * k : 2 * k + 2]
+        if one.size != two.size or not (in_place or i.op.weights):  # only whole gradients are added into a third place
             raise ValueError
         parts = [cast(padded(one), i.old[2 * k], dtype), cast(padded(two), i.old[2 * k + 1], dtype)]
         results.append(np.where((one == ABSENT) | (two == ABSENT), ABSENT, i.world.total(parts, dtype)))
