@@ -139,3 +139,46 @@ def test_a_whole_weight_may_be_the_gradient_of_another(pool: Callable[..., Pool]
         for got_a, got_b in results:
             assert torch.equal(got_a, _whole(1, 6))
             assert torch.equal(got_b, _whole(0, 6))
+
+
+class _Attribute(torch.autograd.Function):
+    """``x @ w.T``; it keeps both as attributes, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x, ctx.w = x, w
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,) = gradients
+        return g @ ctx.w, g.t() @ ctx.x
+
+
+def _penalized(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = layer(ws[1], layer(ws[0], x))
+        (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return force.square().mean() + y.mean()
+
+    return loss
+
+
+def _penalty(rank: int) -> list[list[Tensor]]:
+    mesh = mesh_of((2,), ("shard",))
+    ws = hp.shard([_whole(0, 5, 5), _whole(1, 5, 5)], mesh, hp.P("shard"))
+    layer = hp.unit(lambda w, x: torch.tanh(_Attribute.apply(x, w)))
+    return [hp.unshard(grads) for grads in _every_way(hp.grad(_penalized(layer)), ws, _whole(5 + rank, 2, 5))]
+
+
+def test_a_function_that_keeps_its_weight_is_differentiated_twice(pool: Callable[..., Pool]) -> None:
+    leaves = [_whole(0, 5, 5).requires_grad_(), _whole(1, 5, 5).requires_grad_()]
+    loss = _penalized(lambda w, x: torch.tanh(_Attribute.apply(x, w)))
+    wanted = torch.autograd.grad(
+        torch.stack([loss(leaves, _whole(5 + rank, 2, 5)) for rank in range(2)]).mean(), leaves
+    )
+    for results in pool(2).run(_penalty):
+        for grads in results:
+            for got, want in zip(grads, wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)

@@ -122,12 +122,15 @@ def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
     if use.scope is not None:
         _ = node.saved_tensors
 
+    keeps = keeps_graph()
+
     def end() -> None:
         node.held.end()
-        node.outliving.empty()
+        if not keeps:  # else the graph of this backward may have saved such a weight, for the outer one to read
+            node.outliving.empty()
 
     cast(Any, torch.autograd.Variable._execution_engine).queue_callback(end)
-    if not keeps_graph():
+    if not keeps:
         gate.is_freed = True
         use.dismiss()
 
