@@ -49,6 +49,9 @@ _REASONS: dict[str, Callable[[Case], bool]] = {
     "are computed within the loss": lambda case: any(ref.is_made for unit in case.units for ref in unit.refs),
     "written to in place": lambda case: _raises(_all_reached(case)),
     "the loss does not depend on what is differentiated": _has_no_gradient,
+    "computed again for a differentiation inside of the loss": lambda case: (
+        recomputes(case) and any(term.kind == "penalty" for term in case.loss)
+    ),
     "sparse": lambda case: any(op.kind == "sparse_embedding" for unit in case.units for op in unit.ops),
 }
 
