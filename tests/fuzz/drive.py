@@ -61,8 +61,13 @@ class Runner:
     def _some(self, size: int, cases: Sequence[Case]) -> list[Result]:
         """Returns the results of the first few, at least of one."""
         ranks = pool(size)
+        given, deadline_s = (_prepared, self.prepare, list(cases)), START_S + PER_CASE_S * len(cases)
         try:
-            answers = ranks.run(_prepared, self.prepare, list(cases), deadline_s=START_S + PER_CASE_S * len(cases))
+            try:
+                answers = ranks.run(*given, deadline_s=deadline_s)
+            except OSError:  # they ended while nothing was asked of them: no case is at fault
+                ranks.stop()
+                answers = ranks.run(*given, deadline_s=deadline_s)
         except RankError as error:  # one of them hangs, or ends a process
             if len(cases) == 1:
                 kind = "hang" if " hung\n" in str(error) else "a process ends" if " died\n" in str(error) else "harness"
