@@ -10,7 +10,7 @@ from . import backends
 from ._agree import control
 from ._layout import Gather
 from ._mesh import Mesh
-from ._move import block_numel, gradient_copy, local_view, shard_copy, whole_copy, whole_view
+from ._move import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 from ._numerics import check_sums
 from .backends._base import Backend, Purpose
 
@@ -155,16 +155,18 @@ def gather_whole(local: Tensor, gather: Gather, purpose: Purpose, dtype: str | N
     backend, device = channel.backend, channel.backend.device_of(local)
     held = backend.dtype_name(local)
     block = local
-    if not gather.layout.is_even or dtype not in (None, held) or channel.size == 1:
+    if channel.size == 1:
+        whole = backend.empty(tuple(local.shape), dtype or held, device)
+        backend.copy(whole, local)
+        return whole
+    if not gather.layout.is_even or dtype not in (None, held):
         block = backend.empty((block_numel(gather),), dtype or held, device)
         backend.copy(*shard_copy(backend, block, local, gather))
-    if channel.size == 1:
-        return whole_view(block, gather, mesh.coordinate)
     blocks = channel.all_gather(block).reshape((channel.size, -1))
     if gather.is_direct:
         return whole_view(blocks.reshape(-1), gather, mesh.coordinate)
     padded = backend.empty((gather.padded_numel,), dtype or held, device)
-    backend.copy(*whole_copy(padded, blocks, gather))
+    backend.copy_all(whole_copies(padded, blocks, gather, mesh.coordinate))
     return whole_view(padded, gather, mesh.coordinate)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ._layout import Gather
 from ._leaving import to_finish, touched
 from ._meaning import scattered
-from ._move import Copy, gradient_copy, local_view, shard_copy, whole_copy, whole_view
+from ._move import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 from ._run import Session, Use
 from ._schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 from ._timeline import Timeline, current_timeline
@@ -293,7 +293,10 @@ class Planned:
     def _unpack_wholes(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.reads[0]))
         pieces = zip(op.weights, parts, op.writes, strict=True)
-        self.backend.copy_all([whole_copy(self._flat(r), part, self._gather(w)) for w, part, r in pieces])
+        copies: list[Copy] = []
+        for weight, part, region in pieces:
+            copies += whole_copies(self._flat(region), part, self._gather(weight), self.coordinate)
+        self.backend.copy_all(copies)
 
     def _pack_gradients(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.writes[0]))
@@ -347,7 +350,7 @@ class Planned:
             buffer, target = self.schedule.buffers[source.buffer], self._flat(region)
             if buffer.kind == "shard":
                 assert buffer.weight is not None
-                copies.append(shard_copy(self.backend, target, self._shard(source), self._gather(buffer.weight)))
+                copies.append((whole_view(target, self._gather(buffer.weight), self.coordinate), self._shard(source)))
             elif buffer.kind in _WHOLE_GRADIENTS:
                 assert buffer.weight is not None
                 gradient = self.backend.detach(self.buffers[source.buffer])

@@ -6,8 +6,9 @@ Every cut dim of size n over c ranks is cut into c blocks of ceil(n / c); the la
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -162,9 +163,19 @@ class Gather:
     def is_direct(self) -> bool:
         """Whether the message of all blocks is the whole as it stands, with padding only at its end."""
         moved = [index for index in self.order if self.split_shape[index] != 1]
-        return moved == sorted(moved) and self._is_padded_at_end()
+        return moved == sorted(moved) and self.is_padded_at_end
 
-    def _is_padded_at_end(self) -> bool:
+    def places(self, coordinate: Coordinate) -> Iterator[tuple[slice, ...]]:
+        """Yields where in the whole each block belongs, for the rank at `coordinate`, in the order of a message."""
+        layout, shape = self.layout, self.layout.mesh.shape
+        start = [part.start for part in layout.local_slices({**coordinate, **dict.fromkeys(self.axes, 0)})]
+        for index in itertools.product(*(range(shape[axis]) for axis in self.axes)):
+            parts = layout.local_slices({**coordinate, **dict(zip(self.axes, index, strict=True))})
+            yield tuple(slice(part.start - s, part.stop - s) for part, s in zip(parts, start, strict=True))
+
+    @cached_property
+    def is_padded_at_end(self) -> bool:
+        """Whether all blocks put together have padding only behind all elements of the whole."""
         outer = 1
         for dim, padded in enumerate(self.padded_shape):
             cut = self.layout.mesh.axis_size(self.layout.spec.dim_axes(dim))

@@ -1,6 +1,11 @@
 """Moving one array: between its shard, the messages that travel, and the whole. Local work only, nothing is sent.
 
 A message holds the blocks of one or more weights for each rank: (ranks, total). `part` is the columns of one weight.
+
+# Note [A whole weight is contiguous]
+The code of a unit may do with a whole weight what it may do with any weight of a plain program: `view`, `as_strided`.
+So the elements of a whole weight lie at the front of its buffer, without gaps, and what is left of padding is behind
+them. Blocks that are padded further inside are copied one by one.
 """
 
 from __future__ import annotations
@@ -29,11 +34,10 @@ def shard_copy(backend: Backend, block: Tensor, local: Tensor, gather: Gather) -
     return target, local
 
 
-def whole_view(padded: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
-    """Returns the valid part of a whole weight in a flat buffer of `gather.padded_numel` elements."""
-    whole = padded.reshape(gather.padded_shape)
+def whole_view(buffer: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
+    """Returns a whole weight in a flat buffer of `gather.padded_numel` elements. See Note [A whole weight ...]."""
     shape = gather.whole_shape(coordinate)
-    return whole if shape == gather.padded_shape else whole[tuple(slice(0, n) for n in shape)]
+    return buffer.reshape(shape) if shape == gather.padded_shape else buffer[: math.prod(shape)].reshape(shape)
 
 
 def local_view(block: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
@@ -43,13 +47,20 @@ def local_view(block: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
     return full if shape == gather.layout.block_shape else full[tuple(slice(0, n) for n in shape)]
 
 
-def whole_copy(padded: Tensor, part: Tensor, gather: Gather) -> Copy:
-    """Returns how gathered blocks get into a flat whole buffer.
+def whole_copies(buffer: Tensor, part: Tensor, gather: Gather, coordinate: Coordinate) -> list[Copy]:
+    """Returns how gathered blocks get into a flat whole buffer: in one copy, or in one for each block.
 
-    Shapes: part (ranks, block_numel), a view of a message; padded (padded_numel,).
+    Shapes: part (ranks, block_numel), a view of a message; buffer (padded_numel,).
     """
-    blocks = part.reshape(gather.split_shape) if part.is_contiguous() else part.view(gather.split_shape)
-    return padded.reshape(gather.joined_shape), blocks.permute(gather.order)
+    if gather.is_padded_at_end:
+        blocks = part.reshape(gather.split_shape) if part.is_contiguous() else part.view(gather.split_shape)
+        return [(buffer.reshape(gather.joined_shape), blocks.permute(gather.order))]
+    whole, shape = whole_view(buffer, gather, coordinate), gather.layout.block_shape
+    copies: list[Copy] = []
+    for block, places in enumerate(gather.places(coordinate)):
+        source = part[block].reshape(shape)
+        copies.append((whole[places], source[tuple(slice(0, place.stop - place.start) for place in places)]))
+    return copies
 
 
 def gradient_copy(backend: Backend, part: Tensor, gradient: Tensor, gather: Gather, divisor: int = 1) -> Copy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -187,3 +188,45 @@ def test_complex_weights_train_as_pairs_of_real_ones() -> None:
         w = (w - 0.1 * gradient).detach().requires_grad_()
     for (found,) in pool(NUM_RANKS).run(trained_as_real_ones):
         torch.testing.assert_close(found, w.detach(), rtol=1e-12, atol=1e-13)
+
+
+# --- a whole weight lies as any other -------------------------------------------------------------------------------
+UNEVEN = [
+    (hp.P("shard"), (7, 3)),
+    (hp.P(None, "shard"), (3, 5)),
+    (hp.P("replicate", "shard"), (7, 5)),
+    (hp.P(None, "shard"), (2, 3, 2)),
+]
+
+
+def lies_as_others(rank: int, spec: Any, shape: tuple[int, ...], param_dtype: str | None, packs: bool) -> list[Tensor]:
+    """Returns the gradients of a unit that asks how its weight lies, eager, recorded and planned."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 1
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        assert w.is_contiguous()
+        assert w.storage_offset() == 0
+        flat = w.view(-1)
+        return (flat * flat.roll(1) * x).sum() + w.as_strided((2, 2), (2, 1)).square().sum()
+
+    params = hp.shard(whole, mesh, spec)
+    grad_fn = hp.grad(hp.unit(fn), numerics=hp.Numerics(param_dtype=param_dtype))
+    step = hp.sharded(grad_fn, mesh, policy=hp.Policy(pack_below_bytes=1 << 20 if packs else 0))
+    x = torch.ones((), dtype=torch.float64) * (1 + rank)
+    return [hp.unshard(call(params, x)) for call in (grad_fn, step, step)]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("param_dtype", [None, "float32"])
+@pytest.mark.parametrize(("spec", "shape"), UNEVEN)
+def test_a_whole_weight_is_contiguous_whatever_cuts_it(
+    spec: Any, shape: tuple[int, ...], param_dtype: str | None, packs: bool
+) -> None:
+    w = (torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 1).requires_grad_()
+    loss = (w.view(-1) * w.view(-1).roll(1)).sum() * 2.5 + w.as_strided((2, 2), (2, 1)).square().sum()
+    (right,) = torch.autograd.grad(loss, w)  # the mean of x over the ranks is 2.5
+    for gradients in pool(4).run(lies_as_others, spec, shape, param_dtype, packs):
+        for gradient in gradients:
+            assert torch.equal(gradient, gradients[0])
+            torch.testing.assert_close(gradient, right)
