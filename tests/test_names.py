@@ -266,6 +266,7 @@ def test_a_hasty_mesh_does_not_end_the_step_of_a_patient_one(pool: Callable[...,
 
 # --- no other keys --------------------------------------------------------------------------------------------------
 HELD = {  # where an id is taken: what holds the object for as long as the id is kept
+    "backends/_arguments.py": "the value of the entry",
     "backends/_mindspore_ascend.py": "the table itself, which drops an entry with its object",
     "backends/_torch_init.py": "the list of recorded calls, an argument of the function",
     "nn/_choose.py": "the module, an argument of the function",

@@ -9,7 +9,7 @@ import pytest
 
 from hpfunc._check import find_violations
 from hpfunc._plan import plan
-from tests.planning.mutants import MUTATIONS, is_wrong, mutants, random_mutant, tally
+from tests.planning.mutants import MUTATIONS, Mutant, is_wrong, mutants, random_mutant, tally
 from tests.planning.programs import random_case
 
 SCALE = int(os.environ.get("HPFUNC_PLANNING_SCALE", "1"))
@@ -45,11 +45,19 @@ def test_every_mutation_makes_mutants() -> None:
     assert made == {mutation.__name__ for mutation in MUTATIONS}
 
 
+def loses_order(mutant: Mutant) -> bool:
+    """Returns whether two uses of a buffer lose their order; not if only the caller's own memory is begun early.
+
+    That is harmful where the caller happens to work with that memory: see `tests.planning.test_interpret`.
+    """
+    return any("what the caller has done" not in str(found) for found in find_violations(mutant.schedule))
+
+
 def test_an_unmutated_schedule_is_not_wrong_and_a_harmful_one_is() -> None:
     case = random_case(Random(7))
     assert not is_wrong(plan(case.program, case.policy, case.traits), case, 5)
-    harmful = [mutant for mutant in mutants(range(60)) if mutant.mutation == "drop_wait"]
-    assert harmful
+    harmful = [mutant for mutant in mutants(range(60)) if mutant.mutation == "drop_wait" and loses_order(mutant)]
+    assert len(harmful) > 4
     assert all(is_wrong(mutant.schedule, mutant.case) for mutant in harmful)
 
 

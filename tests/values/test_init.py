@@ -195,6 +195,7 @@ def peaks(rank: int) -> tuple[int, int, int]:
     with LiveBytes() as deferred:
         kept = hp.init(big, mesh, hp.P("shard"))
         left = deferred.live()
+    torch.manual_seed(0)  # ranks give the same values
     with LiveBytes() as plain:
         hp.shard(big(), mesh, hp.P("shard"))
     assert len(kept) == NUM_LEAVES
