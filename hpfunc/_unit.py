@@ -93,7 +93,7 @@ def _use_unit(
     leaves, treedef = flatten(params, is_sharded)
     places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
     arrays = [leaves[i] for i in places]
-    _check(label, params, leaves, arrays, (args, kwargs))
+    _check(label, params, leaves, arrays, (*args, *kwargs.values()))
     if not arrays:
         return fn(params, *args, **kwargs)
 
@@ -118,7 +118,7 @@ def _use_unit(
     return _call(label, body, arrays, over, names, how, args, kwargs)
 
 
-def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Any) -> None:
+def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Sequence[Any]) -> None:
     if len(arrays) != len(leaves):
         backend = backends.of(_NAME, leaves)
         if any(backend.is_tensor(leaf) for leaf in leaves):
@@ -126,7 +126,13 @@ def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[Shar
             bad = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if backend.is_tensor(x)]
             hint = "shard them (hpfunc.shard), or pass them as another argument"
             raise LeafError(message(_NAME, f"the weights of {label!r} have plain tensors", bad, hint=hint))
-    others = [describe(x) for x in optree.tree_leaves(rest, is_leaf=is_sharded) if is_sharded(x)]
+    is_tensor = backends.get(arrays[0].layout.mesh.framework).is_tensor if arrays else lambda arg: False
+    trees = [arg for arg in rest if not is_tensor(arg)]
+    others = (
+        [describe(x) for x in optree.tree_leaves(cast(Any, trees), is_leaf=is_sharded) if is_sharded(x)]
+        if trees
+        else []
+    )
     if others:
         hint = "weights belong into the first argument"
         raise LeafError(message(_NAME, f"{label!r} gets sharded arrays beside its weights", others, hint=hint))
@@ -212,6 +218,8 @@ def _inputs(backend: Backend, arrays: Sequence[ShardedArray], args: Any, kwargs:
 
 def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> Callable[..., Any]:
     """Returns `body` with the casts of inputs and outputs that `Numerics` asks for."""
+    if not numerics.cast_inputs and numerics.output_dtype is None:
+        return body
 
     def cast(tree: Any, dtype: str) -> Any:
         def cast_leaf(x: Any) -> Any:
@@ -225,7 +233,7 @@ def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> 
         outputs = body(wholes, *args, **kwargs)
         return outputs if numerics.output_dtype is None else cast(outputs, numerics.output_dtype)
 
-    return call if numerics.cast_inputs or numerics.output_dtype is not None else body
+    return call
 
 
 def _use(session: Session, label: str, arrays: Sequence[ShardedArray], run: Run | None, axes: Axes) -> Use:

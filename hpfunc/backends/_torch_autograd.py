@@ -218,9 +218,14 @@ def _mark(hook: Any) -> object:
         return hook
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    """Returns the tensors in a tree; most often it is one."""
+    return [tree] if type(tree) is Tensor else [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
     owners = {storage_of(whole): name for name, whole in zip(names, wholes, strict=True)}
-    storages = [storage_of(leaf) for leaf in optree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    storages = [storage_of(leaf) for leaf in _tensors(outputs)]
     escaped = [owners[storage] for storage in storages if storage in owners]
     if escaped:
         hint = "return a copy (`w.clone()`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
@@ -332,7 +337,11 @@ class TorchTape:
         if token is None:
             return outputs
         cast(Any, token.grad_fn).outliving.empty()
-        leaves, treedef = optree.tree_flatten(outputs)
+        if type(outputs) is Tensor and outputs.requires_grad:
+            output, token = _apply_gate(use, token.grad_fn, token, outputs)
+            self._tokens.append(token)
+            return output
+        leaves, treedef = optree.tree_flatten(cast(Any, outputs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         *gated, token = _apply_gate(use, token.grad_fn, token, *(leaves[i] for i in places))
         self._tokens.append(token)
@@ -354,7 +363,7 @@ class TorchTape:
         self, fn: Callable[..., Any], use: UnitUse, wholes: list[Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, Tensor | None]:
         """Returns the outputs and the token of the weights' node, if there is one."""
-        inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if isinstance(leaf, Tensor)]
+        inputs = [tensor for arg in (*args, *kwargs.values()) for tensor in _tensors(arg)]
         use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
         if not use.needs_backward or not torch.is_grad_enabled():
             return use_plain(fn, wholes, use.names, *args, **kwargs), None
