@@ -189,6 +189,7 @@ NOT_HERE = {
     "docs.test_code_blocks": "the pages are written for torch",
     "examples": "these start processes of their own; test_train_text, test_fsdp_demo",
     "errors.test_failures": "the control group is the same one over gloo, for both frameworks",
+    "test_borrowed": "strides and holders of gradients are those of torch's autograd; here each gradient is copied",
     "test_saved_tensors": "the writes are torch's; operators on a CPU write into no tensor here",
     "test_inner_gradients": "`torch.autograd.grad` is torch's: there is no graph to differentiate in a loss",
     "test_views": "views of another dtype are torch's",
