@@ -47,7 +47,6 @@ class Draft:
         self._units = _labels([unit.name for unit in program.units])
         self._weights = _labels([weight.name for weight in program.weights])
         self._waits = _Waits()
-        self._begun: set[int] = set()
 
     def at(self, event: int, when: Literal["before", "after"]) -> None:
         """Says where the ops that follow belong."""
@@ -154,9 +153,7 @@ class Draft:
 
     def _before(self, name: str, stream: Stream, reads: Sequence[Region], writes: Sequence[Region]) -> tuple[str, ...]:
         """Returns what an op waits for; before it begins memory of another stream, that stream gets a `Caller`."""
-        begins = {region.buffer for region in writes} - self._begun
-        self._begun |= begins
-        owners = {self._buffers[buffer].stream for buffer in begins} - {stream}
+        owners = self._waits.owners(stream, writes, self._buffers)
         assert owners <= {"compute"}, f"{name} begins memory that nobody hands over"
         if owners and not self._waits.knows_caller:
             self.caller("now")
@@ -194,17 +191,15 @@ _LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args
 
 def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot, ...]:
     """Returns the slots with the fewest waits that order each op after everything before it with which it conflicts."""
-    waits, begun, derived = _Waits(), set[int](), list[Slot]()
+    waits, derived = _Waits(), list[Slot]()
     for slot in slots:
         if slot.when == "before":
             waits.caller_works()
         ops: list[Op] = []
         for op in slot.ops:
             writes = () if isinstance(op, (Free, Deliver)) else op.writes
-            begins = {region.buffer for region in writes} - begun
-            begun |= begins
-            foreign = any(buffers[buffer].stream != op.stream for buffer in begins)
-            ops.append(replace(op, waits=waits.of(op, after_compute=foreign)))
+            foreign = waits.owners(op.stream, writes, buffers)
+            ops.append(replace(op, waits=waits.of(op, after_compute=bool(foreign))))
         derived.append(replace(slot, ops=tuple(ops)))
     return tuple(derived)
 
@@ -232,6 +227,12 @@ class _Waits:
     def knows_caller(self) -> bool:
         """Whether an op of the compute stream says what the caller has done so far."""
         return self._computed is not None
+
+    def owners(self, stream: Stream, writes: Sequence[Region], buffers: Sequence[Buffer]) -> set[Stream]:
+        """Returns the other streams to which the memory belongs that an op of `stream` begins."""
+        begun: set[Stream] = {buffers[r.buffer].stream for r in writes if not self._uses.get(r.buffer)}
+        begun.discard(stream)
+        return begun
 
     def caller_works(self) -> None:
         """The caller does something of its own on the compute stream."""
