@@ -230,22 +230,23 @@ class ShardedArray:
         root, rows = self._row[0]._root()
         return root, (*rows, self._row[1])
 
-    def _handle(
-        self, *, tracker: Tracker | None = None, origin: Origin | None = None, donated: bool = False
-    ) -> ShardedArray:
+    def _handle(self, origin: Origin | None = None, *, donated: bool = False) -> ShardedArray:
         """Returns another handle to the same memory; that of a row is no row any more, and is never donated."""
         if self._row is not None:
-            return self.with_local(self._value)._handle(tracker=tracker, origin=origin)
+            owner, donated = Owner(self._value), False
+        else:
+            owner = self._owner
         handle = object.__new__(ShardedArray)
-        handle._set(
-            self._owner,
-            self.layout,
-            tracker=tracker,
-            origin=origin,
-            donated=donated,
-            trains=self._trains,
-            born=self._born,
-        )
+        handle._set(owner, self.layout, origin=origin, donated=donated, trains=self._trains, born=self._born)
+        return handle
+
+    def _tracked(self, tracker: Tracker) -> ShardedArray:
+        """Returns a handle whose uses are differentiated.
+
+        It has an owner of its own: an array that stands at two places of a tree has two gradients, as in JAX.
+        """
+        handle, owner = object.__new__(ShardedArray), Owner(self._value)
+        handle._set(owner, self.layout, tracker=tracker, origin=self._origin, trains=self._trains, born=self._born)
         return handle
 
     def _consume(self, by: str) -> Any:

@@ -70,10 +70,9 @@ class Run:
         """Returns a leaf as the differentiated function sees it."""
         if not is_sharded(leaf):
             return self.tape.leaf(leaf)
-        # A new owner for each leaf: one array that stands at two places of the tree has two gradients, as in JAX.
-        handle = leaf.with_local(leaf._value)
+        handle = leaf._tracked(self)
         self._places[handle._owner] = place
-        return handle._handle(tracker=self, origin=leaf._origin)
+        return handle
 
     def key(self, array: ShardedArray, rows: tuple[int, ...], origin: int | None) -> object:
         """Returns what makes an array, or a row of it, another weight of the program than any other."""
@@ -118,18 +117,16 @@ class Run:
         """A use will have a backward."""
         if use.scope is not None:
             self._repeatable[use.unit].append(use)
-        for weight, trainable in zip(use.weights, use.trainable, strict=True):
-            if trainable:
-                self.uses_left[weight] += 1
+        for weight in use.trained:
+            self.uses_left[weight] += 1
 
     def settle(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
         """A use has had its backward."""
         self.is_reached = self.is_reached or any(gradient is not None for gradient in gradients)
         if use.scope is not None:
             self._repeatable[use.unit].remove(use)
-        for weight, trainable in zip(use.weights, use.trainable, strict=True):
-            if trainable:
-                self.uses_left[weight] -= 1
+        for weight in use.trained:
+            self.uses_left[weight] -= 1
 
     def repeats(self, use: Use) -> None:
         """Gives a call of a unit in backward the number of the use that it repeats, and what that one has changed.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from . import backends
@@ -118,23 +118,27 @@ def weight_record(
     )
 
 
+class _Members(NamedTuple):
+    """What is known of the weights of a unit, in their order; `trained` are the indices of those that train."""
+
+    trainable: list[bool]
+    released: list[bool]
+    names: list[str]
+    trained: list[int]
+
+
 class Use:
     """One call of a unit: what the backend's VJP nodes and the driver know of it."""
 
     __slots__ = (
         "arrays", "backward_index", "changed", "index", "inside", "names", "needs_backward", "num_recomputes",
-        "number", "released", "remat", "run", "scope", "session", "trainable", "unit", "weights",
+        "number", "released", "remat", "run", "scope", "session", "trainable", "trained", "unit", "weights",
     )  # fmt: skip
 
-    def __init__(
-        self, session: Session, run: Any, arrays: Sequence[ShardedArray], unit: int, weights: Sequence[int]
-    ) -> None:
-        self.session, self.run, self.arrays = session, run, arrays
-        self.unit, self.weights = unit, tuple(weights)
-        records = [session.weights[w] for w in weights]
-        self.trainable = tuple(record.trainable for record in records)
-        self.released = tuple(record.num_shards > 1 or record.dtype != record.shard_dtype for record in records)
-        self.names = [record.name for record in records]
+    def __init__(self, session: Session, run: Any, arrays: Sequence[ShardedArray], unit: int) -> None:
+        self.session, self.run, self.arrays, self.unit = session, run, arrays, unit
+        self.weights = session.units[unit].weights
+        self.trainable, self.released, self.names, self.trained = session.members[unit]
         self.needs_backward = self.remat = False
         self.inside: Inside | None = None
         self.changed: list[Any] = []
@@ -161,9 +165,7 @@ class Use:
 
     def inner(self) -> Use | None:
         """See `UnitUse`."""
-        return (
-            Use(self.session, self.run, self.arrays, self.unit, self.weights) if self.run.state == "forward" else None
-        )
+        return Use(self.session, self.run, self.arrays, self.unit) if self.run.state == "forward" else None
 
     def dismiss(self) -> None:
         """See `UnitUse`."""
@@ -226,6 +228,7 @@ class Session:
         self.arrays: list[ShardedArray] = []
         self.gathers: list[Gather] = []
         self.units: list[Unit] = []
+        self.members: list[_Members] = []
         self.events: list[Event] = []
         self.gradients: dict[int, Tensor] = {}
         self.accumulated: dict[int, Tensor] = {}
@@ -253,8 +256,20 @@ class Session:
             unit = self._unit_index[key] = len(self.units)
             nth = self._name_uses[name] = self._name_uses.get(name, -1) + 1
             self.units.append(Unit(f"{name}.{nth}", weights))
+            self.members.append(self._members(weights))
             self._unit_uses.append(0)
-        return Use(self, run, arrays, unit, weights)
+        return Use(self, run, arrays, unit)
+
+    def _members(self, weights: Sequence[int]) -> _Members:
+        members = _Members([], [], [], [])
+        for w in weights:
+            record = self.weights[w]
+            members.trainable.append(record.trainable)
+            members.released.append(record.num_shards > 1 or record.dtype != record.shard_dtype)
+            members.names.append(record.name)
+            if record.trainable:
+                members.trained.append(w)
+        return members
 
     def _weight(self, array: ShardedArray, run: Any, axes: tuple[str, ...]) -> int:
         # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.

@@ -242,16 +242,22 @@ def _use(session: Session, label: str, arrays: Sequence[ShardedArray], run: Run 
         hint = f"the arrays that a {within} uses lie on its mesh: shard them on that, and pass them as arguments"
         check_one_mesh(_NAME, arrays, session.mesh, lambda: [f"{label!r}, {describe(a)}" for a in arrays], hint)
     use = session.use(label, arrays, run, axes)
+    if any(session.gathers[w] is not a.layout.gather(axes) for w, a in zip(use.weights, arrays, strict=True)):
+        _check_same_axes(use, arrays, axes)
+    return use
+
+
+def _check_same_axes(use: Use, arrays: Sequence[ShardedArray], axes: Axes) -> None:
+    session = use.session
     pairs = [(w, session.gathers[w], a.layout.gather(axes)) for w, a in zip(use.weights, arrays, strict=True)]
     bad = [
         f"{session.weights[w].name}: spec {wanted.layout.spec}, over {known.axes} and {wanted.axes}"
         for w, known, wanted in pairs
-        if known is not wanted and known.axes != wanted.axes
+        if known.axes != wanted.axes
     ]
     if bad:
         rule, hint = "an array is gathered over different axes", "give all units that use it the same axes"
         raise UsageError(message(_NAME, rule, bad, mesh=session.mesh, hint=hint))
-    return use
 
 
 def _forward_only(

@@ -37,7 +37,8 @@ def watch(array: ShardedArray) -> ShardedArray:
 
 
 def _begin(owner: Owner, backend: Backend) -> None:
-    owner.writes = backend.num_writes(owner.local) if backend.counts_writes(owner.local) else UNWATCHED
+    count = backend.num_writes(owner.local)
+    owner.writes = UNWATCHED if count is None else count
 
 
 def renewed(array: ShardedArray) -> ShardedArray:

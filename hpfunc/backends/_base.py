@@ -123,8 +123,8 @@ class UnitUse(Protocol):
     """
 
     names: list[str]
-    trainable: tuple[bool, ...]
-    released: tuple[bool, ...]
+    trainable: list[bool]
+    released: list[bool]
     remat: bool
     inside: Inside | None
     needs_backward: bool
@@ -306,12 +306,8 @@ class Memory(Protocol):
         """Returns a number of 56 bits that depends on all bits of the elements, in order, and on nothing else."""
         ...
 
-    def counts_writes(self, tensor: Tensor) -> bool:
-        """Returns whether it is known how often the memory of a tensor of the caller's was written to."""
-        ...
-
-    def num_writes(self, tensor: Tensor) -> int:
-        """Returns how often the memory of a tensor of the caller's was written to, if `counts_writes` says so."""
+    def num_writes(self, tensor: Tensor) -> int | None:
+        """Returns how often the memory of a tensor of the caller's was written to, None if nobody counts it."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:

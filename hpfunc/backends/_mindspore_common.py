@@ -30,11 +30,8 @@ class MindSporeDifferentiation:
     def trains(self, tensor: Tensor) -> bool | None:
         return bool(tensor.requires_grad) if isinstance(tensor, mindspore.Parameter) else None
 
-    def counts_writes(self, tensor: Tensor) -> bool:
-        return False
-
-    def num_writes(self, tensor: Tensor) -> int:
-        raise AssertionError("MindSpore counts no writes")
+    def num_writes(self, tensor: Tensor) -> int | None:
+        return None
 
     def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
         """MindSpore has no pytrees of its own."""

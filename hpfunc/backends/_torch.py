@@ -154,19 +154,16 @@ class TorchBackend:
 
     def adopt(self, gradient: torch.Tensor) -> torch.Tensor | None:
         whole = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
-        return gradient.detach().reshape(-1) if whole else None  # nobody else has it: see `_torch_borrowed`
+        return gradient.view(-1) if whole else None  # nobody else has it: see `_torch_borrowed`
 
     def digest(self, tensor: torch.Tensor) -> int:
         return digests.digest(tensor)
 
-    def counts_writes(self, tensor: torch.Tensor) -> bool:
+    def num_writes(self, tensor: torch.Tensor) -> int | None:
         try:  # all parts of a larger tensor are counted together
-            return tensor._version >= 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else None
         except RuntimeError:  # made in inference mode, or a wrapper of torch.func
-            return False
-
-    def num_writes(self, tensor: torch.Tensor) -> int:
-        return tensor._version
+            return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
         with torch.no_grad():

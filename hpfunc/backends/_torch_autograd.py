@@ -363,8 +363,9 @@ class TorchTape:
         self, fn: Callable[..., Any], use: UnitUse, wholes: list[Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, Tensor | None]:
         """Returns the outputs and the token of the weights' node, if there is one."""
-        inputs = [tensor for arg in (*args, *kwargs.values()) for tensor in _tensors(arg)]
-        use.needs_backward = any(use.trainable) or any(x.requires_grad for x in inputs)
+        use.needs_backward = any(use.trainable) or any(
+            x.requires_grad for arg in (*args, *kwargs.values()) for x in _tensors(arg)
+        )
         if not use.needs_backward or not torch.is_grad_enabled():
             return use_plain(fn, wholes, use.names, *args, **kwargs), None
         enclosing = enclosing_hooks(True)
