@@ -67,13 +67,13 @@ def main(given: Sequence[str] | None = None) -> int:
         for case in drawn
         if not any(name in features(case) for name in args.without) and set(args.only) <= features(case)
     )
-    report, begin = Report(), time.monotonic()
+    if args.failures is not None:
+        args.failures.write_text("")
+    report, begin = Report(args.failures), time.monotonic()
     for _ in run(cases, count, args.seconds, report):
         pass
     print(report.summary(with_features=count > 1))
     print(f"{report.num_cases / (time.monotonic() - begin):.2f} cases in a second")
-    if args.failures is not None:
-        report.write(args.failures)
     if args.shrink:
         for key, (case, _) in report.smallest.items():
             small = shrink(case, key, Runner().run, args.shrink_seconds)

@@ -98,10 +98,11 @@ def _ranks_of_data(case: Case) -> dict[int, int]:
     return found
 
 
-def judge(case: Case, num_calls: int, *, checkpoints: bool = False) -> list[Judged]:
+def judge(case: Case, num_calls: int, *, casts: bool = True, checkpoints: bool = False) -> list[Judged]:
     """Returns what each call gives; a step with an update goes on from what the last one gave.
 
     Args:
+        casts: compute units in `param_dtype`, if there is one; else all in float64.
         checkpoints: checkpoint where the step does. That changes no number, but what torch finds of writes in place.
 
     Raises:
@@ -113,7 +114,7 @@ def judge(case: Case, num_calls: int, *, checkpoints: bool = False) -> list[Judg
     sums: dict[str, Tensor] = {}
     found = []
     for _ in range(num_calls):
-        found.append(_call(case, wholes, checkpoints))
+        found.append(_call(case, wholes, casts, checkpoints))
         if not case.around.update:
             return found * num_calls
         wholes = wholes | _updated(case, wholes, found[-1], sums)
@@ -121,7 +122,7 @@ def judge(case: Case, num_calls: int, *, checkpoints: bool = False) -> list[Judg
     return found
 
 
-def _call(case: Case, wholes: dict[str, Tensor], checkpoints: bool) -> Judged:
+def _call(case: Case, wholes: dict[str, Tensor], casts: bool, checkpoints: bool) -> Judged:
     out = Judged()
     passes = [1.0, 0.5] if case.around.twice else [1.0]
     out.gradients, out.scales = [{} for _ in passes], [{} for _ in passes]
@@ -130,7 +131,8 @@ def _call(case: Case, wholes: dict[str, Tensor], checkpoints: bool) -> Judged:
         torch.manual_seed(random_seed(case, index))
         out.losses[index] = []
         for n, factor in enumerate(passes):
-            loss, gradients, activations = _differentiate(case, wholes, rank, index, factor, checkpoints)
+            world = functools.partial(PlainWorld, case, rank=rank, casts=casts, checkpoints=checkpoints)
+            loss, gradients, activations = _differentiate(case, wholes, world, index, factor)
             out.losses[index].append(loss)
             out.activations.setdefault(index, activations)
             share = 1 / len(ranks) if case.around.reduce_op == "mean" else 1.0
@@ -157,12 +159,12 @@ def trained(case: Case) -> Iterable[str]:
 
 
 def _differentiate(
-    case: Case, wholes: dict[str, Tensor], rank: int, index: int, factor: float, checkpoints: bool
+    case: Case, wholes: dict[str, Tensor], world_of: Callable[..., PlainWorld], index: int, factor: float
 ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     names = list(trained(case))
     leaves = {name: wholes[name].clone().requires_grad_() for name in names}
     values = {name: value.clone() for name, value in wholes.items()} | leaves
-    world = PlainWorld(case, values, rank, checkpoints=checkpoints)
+    world = world_of(values)
     count = num_microbatches(case)
     share = 1 / count if case.around.reduce_op == "mean" else 1.0
     total, sums, activations = torch.zeros((), dtype=torch.float64), {}, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import traceback
@@ -130,6 +131,10 @@ class _Trial:
         if stopped is None and isinstance(self.wanted, list) and not step.followed_plan:
             self.outcome.notes.add("no plan followed")
 
+    @functools.cached_property
+    def _exact(self) -> list[Judged]:
+        return judge(self.case, CALLS, casts=False)
+
     def _stage(self, name: str, call: Callable[..., Any], count: int) -> str | None:
         """Calls a step; returns how it was refused, if it was."""
         args, arguments = self.step.args, self.step.kept_arguments
@@ -161,7 +166,7 @@ class _Trial:
     def _judge(self, stage: str, turn: int, got: Delivered, arguments: list[torch.Tensor]) -> None:
         assert isinstance(self.wanted, list)
         bits = got.bits()
-        for kind, text in numbers(self.case, self.rank, got, self.wanted[turn]):
+        for kind, text in numbers(self.case, self.rank, got, self.wanted[turn], lambda: self._exact[turn]):
             self._find(kind, stage, text)
         if stage == "eager":
             self.eager_bits.append(bits)

@@ -18,9 +18,11 @@ class Report:
     """Counts of a run.
 
     Attributes:
+        path: where failures are written as they are found, one in a line.
         smallest: of each kind of finds, the smallest case, and what was seen.
     """
 
+    path: Path | None = None
     num_cases: int = 0
     failures: list[Result] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -44,6 +46,7 @@ class Report:
                 self.refused_by[text] = result.case
         if result.finds:
             self.failures.append(result)
+            self._write(result)
             self.failing.update(drawn)
         for rank, find in result.finds:
             self.kinds[find.key] += 1
@@ -71,11 +74,11 @@ class Report:
         lines.append(f"{self.num_cases} cases, {len(self.failures)} with finds, of {len(self.kinds)} kinds")
         return "\n".join(lines)
 
-    def write(self, path: Path) -> None:
-        """Writes the failures, one in a line."""
-        with path.open("w") as file:
-            for result in self.failures:
-                finds = [{"kind": f.kind, "stage": f.stage, "rank": rank, "text": f.text} for rank, f in result.finds]
-                line = {"seed": result.case.seed, "ranks": result.case.num_ranks, "finds": finds,
-                        "program": str(result.case)}  # fmt: skip
-                file.write(json.dumps(line) + "\n")
+    def _write(self, result: Result) -> None:
+        if self.path is None:
+            return
+        finds = [{"kind": f.kind, "stage": f.stage, "rank": rank, "text": f.text} for rank, f in result.finds]
+        case = result.case
+        line = {"seed": case.seed, "ranks": case.num_ranks, "finds": finds, "program": str(case)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fuzz.cases import Around, Array, Call, Case, Grid, Op, Ref, Term, Unit
+from tests.fuzz.cases import Around, Array, Call, Case, Grid, Join, Op, Ref, Term, Unit
 from tests.fuzz.compare import Delivered, Find, memory, numbers, poison
 from tests.fuzz.draw import Limits, draw
 from tests.fuzz.drive import Result, Runner
@@ -20,6 +20,7 @@ from tests.fuzz.judge import judge
 from tests.fuzz.memory import overlap, overlaps_itself, same_bits, span
 from tests.fuzz.ops import KINDS
 from tests.fuzz.rank import CALLS
+from tests.fuzz.reasons import has_reason
 from tests.fuzz.report import Report
 from tests.fuzz.shrink import candidates, shrink, size
 
@@ -104,7 +105,7 @@ def _result(case: Case = SIMPLE) -> tuple[Any, Any]:
 
 def test_right_numbers_are_right() -> None:
     passes, wanted = _result()
-    assert list(numbers(SIMPLE, 0, Delivered((passes, None, None)), wanted)) == []
+    assert list(numbers(SIMPLE, 0, Delivered((passes, None, None)), wanted, lambda: wanted)) == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,26 @@ def test_right_numbers_are_right() -> None:
 def test_wrong_numbers_are_found(change: Any, kind: str) -> None:
     passes, wanted = _result()
     change(passes[0])
-    assert [found for found, _ in numbers(SIMPLE, 0, Delivered((passes, None, None)), wanted)] == [kind]
+    assert [found for found, _ in numbers(SIMPLE, 0, Delivered((passes, None, None)), wanted, lambda: wanted)] == [kind]
+
+
+@pytest.mark.parametrize(("roundings", "kinds"), [(3.0, []), (30.0, ["wrong gradient"])])
+def test_a_gradient_that_cancels_may_differ_by_what_float32_rounds(roundings: float, kinds: list[str]) -> None:
+    rounded = replace(SIMPLE, around=Around(param_dtype="float32"))
+    passes, wanted = _result(rounded)
+    noise = 1e-3  # of plain torch's, far more than the tolerance for float32
+    exact = replace(wanted, gradients=[{name: g + noise for name, g in wanted.gradients[0].items()}])
+    passes[0]["gradients"]["p1"] += roundings * noise
+    assert [kind for kind, _ in numbers(rounded, 0, Delivered((passes, None, None)), wanted, lambda: exact)] == kinds
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_unit_whose_argument_is_written_to_may_be_refused_if_it_is_computed_again(remat: bool) -> None:
+    frozen = tuple(replace(array, name=f"f{array.name}", group="frozen") for array in SIMPLE.arrays)
+    lost = Unit((Op("linear", (Ref("fp0"), Ref("fp1"))),), output="lost", remat=remat)  # saves no argument by itself
+    body = (Call((0,), 0), Call((1,), 1), Join("relu_in_place", 1))
+    case = replace(SIMPLE, arrays=SIMPLE.arrays + frozen, units=(*SIMPLE.units, lost), body=body)
+    assert has_reason("... was written to in place since", case) == remat
 
 
 def test_shared_memory_is_found() -> None:
