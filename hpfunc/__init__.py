@@ -9,7 +9,6 @@ from . import debug as debug
 from . import interop as interop
 from . import optim as optim
 from ._accumulate import accumulate as accumulate
-from ._array import ShardedArray as ShardedArray
 from ._arrays import init as init
 from ._arrays import shard as shard
 from ._check import check as check
@@ -31,9 +30,6 @@ from ._frozen import is_trainable as is_trainable
 from ._frozen import unfreeze as unfreeze
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
-from ._mesh import Mesh as Mesh
-from ._mesh import P as P
-from ._mesh import PartitionSpec as PartitionSpec
 from ._named import all_gather as all_gather
 from ._named import all_to_all as all_to_all
 from ._named import axis_index as axis_index
@@ -44,11 +40,6 @@ from ._named import ppermute as ppermute
 from ._named import psum as psum
 from ._named import psum_scatter as psum_scatter
 from ._named import pvary as pvary
-from ._numerics import Numerics as Numerics
-from ._partition import combine as combine
-from ._partition import is_floating as is_floating
-from ._partition import partition as partition
-from ._partition import unstack as unstack
 from ._plan import Traits as Traits
 from ._plan import plan as plan
 from ._policy import Policy as Policy
@@ -62,6 +53,15 @@ from ._sharded import sharded as sharded
 from ._timeline import Timeline as Timeline
 from ._timeline import record_timeline as record_timeline
 from ._unit import unit as unit
+from ._values.array import ShardedArray as ShardedArray
+from ._values.mesh import Mesh as Mesh
+from ._values.mesh import P as P
+from ._values.mesh import PartitionSpec as PartitionSpec
+from ._values.numerics import Numerics as Numerics
+from ._values.partition import combine as combine
+from ._values.partition import is_floating as is_floating
+from ._values.partition import partition as partition
+from ._values.partition import unstack as unstack
 from ._whole import reduce as reduce
 from ._whole import reshard as reshard
 from ._whole import unshard as unshard

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from . import backends
-from ._array import describe, is_sharded
 from ._differentiation import Backwards
 from ._errors import LeafError, PolicyError, UsageError, message
 from ._grad import GradFunction
-from ._mesh import Mesh
 from ._program import Carry
 from ._run import Session, current_session, session_scope
-from ._tree import flatten, paths, unflatten
+from ._values.array import describe, is_sharded
+from ._values.mesh import Mesh
+from ._values.tree import flatten, paths, unflatten
 from .backends import uncompiled
 
 Mode = Literal["scatter", "local"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from . import backends
 from ._errors import AgreementError, HpfuncError, PeerError, message
-from ._mesh import Mesh
+from ._values.mesh import Mesh
 
 GRACE_S = 2.0
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from . import backends
 from ._agree import agreeing, control
-from ._array import ShardedArray, born, describe, is_sharded, layout_of
 from ._comm import comm
 from ._errors import AgreementError, LeafError, PeerError, SpecError, message
 from ._frozen import marks_of
-from ._mesh import Mesh, PartitionSpec, did_you_mean
-from ._numerics import dtype_name
 from ._random import numbers_of_one_process
-from ._tree import broadcast_prefix, flatten, paths, unflatten
+from ._values.array import ShardedArray, born, describe, is_sharded, layout_of
+from ._values.mesh import Mesh, PartitionSpec, did_you_mean
+from ._values.numerics import dtype_name
+from ._values.tree import broadcast_prefix, flatten, paths, unflatten
 from ._writes import watch
 from .backends import uncompiled
 

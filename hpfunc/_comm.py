@@ -8,10 +8,10 @@ from typing import Any
 
 from . import backends
 from ._agree import control
-from ._layout import Gather
-from ._mesh import Mesh
 from ._move import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
-from ._numerics import check_sums
+from ._values.layout import Gather
+from ._values.mesh import Mesh
+from ._values.numerics import check_sums
 from .backends._base import Backend, Purpose
 
 Tensor = Any

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ._array import describe, is_sharded
 from ._errors import UsageError, message
-from ._mesh import Mesh
 from ._pin import pinned
 from ._program import COMPUTES
 from ._replicas import Axes, Groups, differing
 from ._run import Session, current_session
+from ._values.array import describe, is_sharded
+from ._values.mesh import Mesh
 
 Tensor = Any
 

@@ -8,12 +8,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._array import Owner, ShardedArray, describe, is_sharded
 from ._comm import comm
 from ._errors import UsageError, message
-from ._numerics import Numerics, has_sums
 from ._program import Carry, Event
 from ._run import Session, Use
+from ._values.array import Owner, ShardedArray, describe, is_sharded
+from ._values.numerics import Numerics, has_sums
 from .backends import uncompiled
 
 Tensor = Any

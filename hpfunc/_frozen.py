@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import backends
-from ._array import ShardedArray, check_sharded, is_sharded
-from ._partition import Where, selector
-from ._tree import dotted_paths, flatten, unflatten
+from ._values.array import ShardedArray, check_sharded, is_sharded
+from ._values.partition import Where, selector
+from ._values.tree import dotted_paths, flatten, unflatten
 
 
 def marks_of(function: str, leaves: Sequence[Any]) -> list[bool | None]:

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import optree
 
-from ._array import check_gatherable, check_one_mesh, describe, is_sharded
 from ._debug import compare_gradients
 from ._differentiation import Backwards, Run, current_run
 from ._errors import LeafError, UsageError, message
 from ._frozen import marks_of
-from ._mesh import Mesh
 from ._named import mean_axes
-from ._numerics import Numerics, has_sums
 from ._run import Session, current_session
-from ._tree import flatten, paths, unflatten
+from ._values.array import check_gatherable, check_one_mesh, describe, is_sharded
+from ._values.mesh import Mesh
+from ._values.numerics import Numerics, has_sums
+from ._values.tree import flatten, paths, unflatten
 from ._world import current_mesh, use_mesh
 from ._writes import refuse_written
 from .backends import uncompiled

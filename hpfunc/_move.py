@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ._layout import Coordinate, Gather
+from ._values.layout import Coordinate, Gather
 from .backends import Backend
 
 Tensor = Any

@@ -15,14 +15,14 @@ from typing import Any
 import optree
 
 from . import backends
-from ._array import describe
 from ._comm import Comm, comm
 from ._debug import compared
 from ._errors import LeafError, MeshError, UsageError, message
-from ._mesh import AxisNames, Mesh
-from ._numerics import check_sums, dtype_name
 from ._pin import pinned, refusing_together
-from ._tree import paths
+from ._values.array import describe
+from ._values.mesh import AxisNames, Mesh
+from ._values.numerics import check_sums, dtype_name
+from ._values.tree import paths
 from ._world import current_mesh
 from .backends import uncompiled
 from .backends._base import Backend

@@ -9,8 +9,8 @@ from typing import Any
 from . import backends
 from ._agree import agreeing, control
 from ._errors import HpfuncError
-from ._mesh import Mesh
 from ._run import current_session
+from ._values.mesh import Mesh
 
 Tensor = Any
 

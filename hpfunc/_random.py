@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from . import backends
 from ._agree import control
-from ._mesh import Mesh
+from ._values.mesh import Mesh
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from typing import Any
 
 from . import backends
 from ._agree import control
-from ._array import ShardedArray, describe
 from ._errors import AgreementError, HpfuncError, LeafError, message
-from ._mesh import Mesh
+from ._values.array import ShardedArray, describe
+from ._values.mesh import Mesh
 
 Tensor = Any
 Axes = tuple[str, ...]

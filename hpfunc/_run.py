@@ -14,14 +14,14 @@ from weakref import WeakKeyDictionary
 
 from . import backends
 from ._agree import Control, control
-from ._array import Owner, ShardedArray, Step, describe
 from ._comm import finish_block, gather_whole, scatter_whole
 from ._eager import Eager
-from ._layout import Gather
-from ._mesh import Mesh
 from ._move import block_numel
-from ._numerics import Numerics
 from ._program import Event, Program, Unit, Weight
+from ._values.array import Owner, ShardedArray, Step, describe
+from ._values.layout import Gather
+from ._values.mesh import Mesh
+from ._values.numerics import Numerics
 from ._writes import refuse_written
 from .backends import Inside
 

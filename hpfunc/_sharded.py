@@ -12,12 +12,10 @@ from typing import Any
 
 from . import backends
 from ._agree import agreeing
-from ._array import ShardedArray, describe, is_sharded, layout_of
 from ._arrays import leaf_specs
 from ._check import Report, check
 from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
 from ._execute import Planned, Prepared
-from ._mesh import Mesh, PartitionSpec
 from ._plan import Traits, plan
 from ._policy import Policy
 from ._predict import predict
@@ -26,7 +24,9 @@ from ._program import Program, Unit, dotted
 from ._replicas import compare_arguments
 from ._run import Session, session_scope
 from ._schedule import Schedule, itemsize
-from ._tree import flatten, paths, unflatten
+from ._values.array import ShardedArray, describe, is_sharded, layout_of
+from ._values.mesh import Mesh, PartitionSpec
+from ._values.tree import flatten, paths, unflatten
 from ._windows import check_policy, unmatched
 from ._world import use_mesh
 from ._writes import refuse_written, renewed, watch

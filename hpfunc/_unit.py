@@ -10,13 +10,13 @@ from typing import Any, cast
 import optree
 
 from . import backends
-from ._array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
 from ._differentiation import Run, current_run
 from ._errors import LeafError, MeshError, UsageError, message
-from ._mesh import AxisNames, as_axes
-from ._numerics import Numerics
 from ._run import Session, Use, current_session
-from ._tree import flatten, paths, unflatten
+from ._values.array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
+from ._values.mesh import AxisNames, as_axes
+from ._values.numerics import Numerics
+from ._values.tree import flatten, paths, unflatten
 from ._whole import unshard_array
 from .backends import Backend, Inside, uncompiled
 

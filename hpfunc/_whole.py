@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import backends
-from ._array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from ._arrays import check_tensors, cut, facts, leaf_specs
 from ._comm import comm, gather_whole, reduce_whole
 from ._errors import SpecError, message
-from ._layout import Gather, Layout
-from ._mesh import AxisNames, Mesh, PartitionSpec, as_axes
-from ._numerics import check_sums
 from ._pin import together
-from ._tree import flatten, paths, unflatten
+from ._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
+from ._values.layout import Gather, Layout
+from ._values.mesh import AxisNames, Mesh, PartitionSpec, as_axes
+from ._values.numerics import check_sums
+from ._values.tree import flatten, paths, unflatten
 from ._world import current_mesh
 from ._writes import refuse_written
 from .backends import uncompiled

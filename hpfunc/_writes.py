@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from . import backends
-from ._array import Owner, ShardedArray, describe
 from ._errors import UsageError, message
+from ._values.array import Owner, ShardedArray, describe
 from .backends import Backend
 
 UNWATCHED = -1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ._agree import agreeing
-from ._array import describe, is_sharded
 from ._errors import LeafError, SpecError, UsageError, message
-from ._numerics import dtype_name
 from ._replicas import DRIFTED, compare_replicas
 from ._run import current_session
-from ._tree import flatten, paths
+from ._values.array import describe, is_sharded
+from ._values.numerics import dtype_name
+from ._values.tree import flatten, paths
 
 __all__ = ["check_replicas"]
 _NAME = "hpfunc.debug.check_replicas"

@@ -11,7 +11,7 @@ import torch
 
 import hpfunc as hp
 from hpfunc import optim
-from hpfunc._array import is_sharded
+from hpfunc._values.array import is_sharded
 from tests.models import Model
 from tests.ranks import mesh_of
 from tests.test_optim import leaves, random_tree, same_bits

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 import hpfunc as hp
 from hpfunc import interop
-from hpfunc._layout import Layout
+from hpfunc._values.layout import Layout
 from hpfunc.interop._dtensor import _agrees, _placements
 from tests.ranks import mesh_of, outcome
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc import optim
-from hpfunc._array import is_sharded
+from hpfunc._values.array import is_sharded
 from tests.ranks import outcome
 
 SHAPES = {"a": (5, 3), "layers": [{"w": (4, 4), "b": (4,)}, {"w": (2, 4), "b": ()}]}

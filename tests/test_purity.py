@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from hpfunc._array import is_sharded
+from hpfunc._values.array import is_sharded
 from tests import frameworks as ops
 from tests.frameworks import to_framework, to_torch
 from tests.models import Layout, Model, P, layouts, models, policies

@@ -9,8 +9,8 @@ from typing import Any
 
 from .._agree import agreeing
 from .._errors import CheckpointError, message
-from .._mesh import Mesh
-from .._tree import unflatten
+from .._values.mesh import Mesh
+from .._values.tree import unflatten
 from ._format import ITEM_BYTES, header, read_header, sync_folder
 from ._index import Array, folder, latest, read_index
 from ._leaves import leaves_of, mesh_of

@@ -10,10 +10,10 @@ from typing import Any
 import optree
 
 from .. import backends
-from .._array import is_sharded
 from .._errors import LeafError, MeshError, message
-from .._mesh import Mesh
-from .._tree import dotted_paths, flatten
+from .._values.array import is_sharded
+from .._values.mesh import Mesh
+from .._values.tree import dotted_paths, flatten
 from .._world import mesh_in_use
 from ..backends import Backend
 from ._format import CODES, Shape

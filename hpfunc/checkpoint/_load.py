@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from .. import backends
 from .._agree import agreeing
-from .._array import is_sharded
 from .._errors import CheckpointError, UsageError, message
-from .._mesh import Mesh
-from .._tree import unflatten
+from .._values.array import is_sharded
+from .._values.mesh import Mesh
+from .._values.tree import unflatten
 from .._writes import watch
 from ._format import checksum
 from ._host import host

@@ -13,25 +13,13 @@ from typing import Any
 
 from .. import backends
 from .._agree import agreeing, control
-from .._array import is_sharded
 from .._errors import CheckpointError, LeafError, UsageError, message
-from .._mesh import Mesh
+from .._values.array import is_sharded
+from .._values.mesh import Mesh
 from .._writes import refuse_written
 from ._format import Tensor, Written, sync_folder, write_file, write_text
 from ._host import host
-from ._index import (
-    INDEX,
-    Array,
-    Entry,
-    Index,
-    RankValues,
-    Value,
-    folder,
-    from_data,
-    leftovers,
-    steps,
-    to_data,
-)
+from ._index import INDEX, Array, Entry, Index, RankValues, Value, folder, from_data, leftovers, steps, to_data
 from ._leaves import Leaf, leaves_of, mesh_of
 from ._read import Part
 from ._together import as_path, by_first, disk, texts_of_all

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .._agree import agreeing, control
 from .._errors import CheckpointError, message
-from .._mesh import Mesh
+from .._values.mesh import Mesh
 
 
 @contextmanager

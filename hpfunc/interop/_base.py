@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from .._mesh import Mesh
+from .._values.mesh import Mesh
 
 Placements = list[tuple[str, int | None]]
 """For each mesh axis: ``("shard", dim)`` (None: not cut), ``("partial", None)`` for a sum, ``("other", None)``."""

@@ -6,11 +6,11 @@ import importlib
 from typing import Any, cast
 
 from .. import backends
-from .._array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._errors import LeafError, MeshError, SpecError, message
-from .._layout import Layout
-from .._mesh import AxisNames, Mesh, PartitionSpec
-from .._tree import flatten, paths, unflatten
+from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
+from .._values.layout import Layout
+from .._values.mesh import AxisNames, Mesh, PartitionSpec
+from .._values.tree import flatten, paths, unflatten
 from .._writes import share
 from ._base import Bridge, Placements
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from .. import backends
 from .._agree import agreeing
-from .._array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._arrays import leaf_specs
 from .._errors import LeafError, SpecError, message
-from .._mesh import Mesh, PartitionSpec
-from .._tree import flatten, paths, unflatten
+from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
+from .._values.mesh import Mesh, PartitionSpec
+from .._values.tree import flatten, paths, unflatten
 from .._writes import share
 from ._base import Shared
 

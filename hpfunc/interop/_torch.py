@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._errors import MeshError, message
-from .._mesh import Mesh
+from .._values.mesh import Mesh
 from ._base import Placements
 
 

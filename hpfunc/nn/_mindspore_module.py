@@ -8,10 +8,10 @@ from typing import Any
 import mindspore
 from mindspore import nn, ops
 
-from .._array import is_sharded
 from .._arrays import init
 from .._errors import LeafError, UsageError, message
-from .._mesh import Mesh, PartitionSpec
+from .._values.array import is_sharded
+from .._values.mesh import Mesh, PartitionSpec
 from .._whole import unshard
 from ._choose import choose
 from ._function import ModuleFunction

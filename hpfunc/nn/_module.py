@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._mesh import Mesh
+from .._values.mesh import Mesh
 from ._function import ModuleFunction
 
 Tensor = Any

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._array import is_sharded
 from .._arrays import init
 from .._errors import LeafError, UsageError, message
-from .._mesh import Mesh, PartitionSpec
+from .._values.array import is_sharded
+from .._values.mesh import Mesh, PartitionSpec
 from .._whole import unshard
 from ._choose import choose
 from ._function import ModuleFunction

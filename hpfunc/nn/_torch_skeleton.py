@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from .._array import ShardedArray, is_sharded
 from .._errors import UsageError, message
 from .._unit import unit_around
+from .._values.array import ShardedArray, is_sharded
 from ..backends._torch_autograd import enclosing_hooks
 from ..backends._torch_init import is_abstract
 from ._choose import Choice

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import backends
-from .._array import describe, is_sharded
 from .._errors import LeafError, UsageError, message
-from .._mesh import Mesh
 from .._named import pmax
-from .._tree import dotted_paths, flatten
+from .._values.array import describe, is_sharded
+from .._values.mesh import Mesh
+from .._values.tree import dotted_paths, flatten
 from .._writes import share
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
 

@@ -10,11 +10,11 @@ from typing import Any
 import optree
 
 from .. import backends
-from .._array import describe, is_sharded
 from .._errors import LeafError, SpecError, UsageError, message
 from .._frozen import marks_of
-from .._numerics import has_sums
-from .._tree import flatten, paths, unflatten
+from .._values.array import describe, is_sharded
+from .._values.numerics import has_sums
+from .._values.tree import flatten, paths, unflatten
 from .._writes import refuse_written
 from ._foreach import Foreach, foreach
 

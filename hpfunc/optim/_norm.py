@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from .._array import is_sharded
-from .._mesh import Mesh
 from .._named import psum
+from .._values.array import is_sharded
+from .._values.mesh import Mesh
 from ._leaves import leaves_of, refuse_partial_sums
 from ._optimizer import Optimizer, scaled_tree
 from ._schedules import check_number

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._array import is_sharded
 from .._errors import LeafError, message
-from .._tree import broadcast_prefix
+from .._values.array import is_sharded
+from .._values.tree import broadcast_prefix
 from ._leaves import Leaves, leaves_of, like, needed, pick, writable
 from ._schedules import LearningRate, as_schedule, check_number
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 import hpfunc as hp
-from hpfunc import _layout
+from hpfunc._values import layout as _layout
 from tests.ranks import mesh_of, pool
 from tests.reference import Grid
 from tests.strategies import grids, seeds

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from hpfunc._layout import Gather, Layout
+from hpfunc._values.layout import Gather, Layout
 from tests import reference
 from tests.reference import Axes, Grid
 from tests.strategies import axes_of, entries, grids, shapes, spec

@@ -9,9 +9,9 @@ from typing import Any
 
 import optree
 
-from ._array import describe, is_sharded
-from ._errors import SpecError, UsageError, message
-from ._tree import dotted, dotted_paths, flatten, unflatten
+from .._errors import SpecError, UsageError, message
+from .array import describe, is_sharded
+from .tree import dotted, dotted_paths, flatten, unflatten
 
 Where = Callable[[str, Any], bool] | str | Sequence[str]
 _PARTITION, _COMBINE = "hpfunc.partition", "hpfunc.combine"

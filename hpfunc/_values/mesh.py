@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ._errors import MeshError, SpecError, message
+from .._errors import MeshError, SpecError, message
 
 AxisNames = str | Sequence[str]
 REPLICATING = frozenset({"replicate", "replica", "dp_replicate", "dp_outer", "ddp"})

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._mesh import Mesh, PartitionSpec
+from .mesh import Mesh, PartitionSpec
 
 Shape = tuple[int, ...]
 Coordinate = Mapping[str, int]

@@ -8,7 +8,7 @@ from typing import Any
 
 import optree
 
-from ._errors import SpecError, message
+from .._errors import SpecError, message
 
 IsLeaf = Callable[[Any], bool]
 

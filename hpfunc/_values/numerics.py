@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._array import describe
-from ._errors import LeafError, PolicyError, message
+from .._errors import LeafError, PolicyError, message
+from .array import describe
 
 _NAME = "hpfunc.Numerics"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")

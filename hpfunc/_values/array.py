@@ -11,10 +11,10 @@ from typing import Any, Protocol, cast
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
-from ._errors import DonatedError, LeafError, SpecError, UsageError, message
-from ._layout import Layout, Shape
-from ._mesh import Mesh, PartitionSpec
-from ._tree import paths
+from .._errors import DonatedError, LeafError, SpecError, UsageError, message
+from .layout import Layout, Shape
+from .mesh import Mesh, PartitionSpec
+from .tree import paths
 
 
 class Tracker(Protocol):

@@ -1,0 +1,1 @@
+"""Values: meshes, layouts, arrays, trees of them, and in which dtypes they are computed with."""
