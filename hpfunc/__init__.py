@@ -11,7 +11,6 @@ from . import optim as optim
 from ._accumulate import accumulate as accumulate
 from ._arrays import init as init
 from ._arrays import shard as shard
-from ._check import check as check
 from ._errors import AgreementError as AgreementError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import DonatedError as DonatedError
@@ -40,13 +39,8 @@ from ._named import ppermute as ppermute
 from ._named import psum as psum
 from ._named import psum_scatter as psum_scatter
 from ._named import pvary as pvary
-from ._plan import Traits as Traits
-from ._plan import plan as plan
-from ._policy import Policy as Policy
 from ._probe import Link as Link
 from ._probe import probe as probe
-from ._program import Program as Program
-from ._schedule import Schedule as Schedule
 from ._sharded import Lowered as Lowered
 from ._sharded import ShardedStep as ShardedStep
 from ._sharded import sharded as sharded
@@ -74,3 +68,9 @@ from .nn import to_module as to_module
 from .optim import apply_updates as apply_updates
 from .optim import clip_by_global_norm as clip_by_global_norm
 from .optim import global_norm as global_norm
+from .planning.checking.checker import check as check
+from .planning.planner import Traits as Traits
+from .planning.planner import plan as plan
+from .planning.policy import Policy as Policy
+from .planning.program import Program as Program
+from .planning.schedule import Schedule as Schedule

@@ -11,12 +11,12 @@ from . import backends
 from ._differentiation import Backwards
 from ._errors import LeafError, PolicyError, UsageError, message
 from ._grad import GradFunction
-from ._program import Carry
 from ._run import Session, current_session, session_scope
 from ._values.array import describe, is_sharded
 from ._values.mesh import Mesh
 from ._values.tree import flatten, paths, unflatten
 from .backends import uncompiled
+from .planning.program import Carry
 
 Mode = Literal["scatter", "local"]
 _NAME = "hpfunc.accumulate"

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from ._errors import UsageError, message
 from ._pin import pinned
-from ._program import COMPUTES
 from ._replicas import Axes, Groups, differing
 from ._run import Session, current_session
 from ._values.array import describe, is_sharded
 from ._values.mesh import Mesh
+from .planning.program import COMPUTES
 
 Tensor = Any
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from ._comm import comm
 from ._errors import UsageError, message
-from ._program import Carry, Event
 from ._run import Session, Use
 from ._values.array import Owner, ShardedArray, describe, is_sharded
 from ._values.numerics import Numerics, has_sums
 from .backends import uncompiled
+from .planning.program import Carry, Event
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"

@@ -12,10 +12,10 @@ from typing import Any
 from ._agree import control
 from ._comm import Comm, comm
 from ._errors import PolicyError, UsageError, message
-from ._policy import PACK_BELOW_BYTES, Policy
-from ._program import Program
 from ._run import current_session
 from ._values.mesh import AxisNames, Mesh
+from .planning.policy import PACK_BELOW_BYTES, Policy
+from .planning.program import Program
 
 _NAME = "hpfunc.probe"
 _SMALLEST, _LARGEST = 1 << 12, 1 << 20  # to copy more costs more than the message that it saves

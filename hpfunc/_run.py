@@ -17,13 +17,13 @@ from ._agree import Control, control
 from ._comm import finish_block, gather_whole, scatter_whole
 from ._eager import Eager
 from ._move import block_numel
-from ._program import Event, Program, Unit, Weight
 from ._values.array import Owner, ShardedArray, Step, describe
 from ._values.layout import Gather
 from ._values.mesh import Mesh
 from ._values.numerics import Numerics
 from ._writes import refuse_written
 from .backends import Inside
+from .planning.program import Event, Program, Unit, Weight
 
 Tensor = Any
 _session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)

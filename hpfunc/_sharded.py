@@ -13,24 +13,24 @@ from typing import Any
 from . import backends
 from ._agree import agreeing
 from ._arrays import leaf_specs
-from ._check import Report, check
 from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
 from ._execute import Planned, Prepared
-from ._plan import Traits, plan
-from ._policy import Policy
 from ._predict import predict
 from ._probe import settle
-from ._program import Program, Unit, dotted
 from ._replicas import compare_arguments
 from ._run import Session, session_scope
-from ._schedule import Schedule, itemsize
 from ._values.array import ShardedArray, describe, is_sharded, layout_of
 from ._values.mesh import Mesh, PartitionSpec
 from ._values.tree import flatten, paths, unflatten
-from ._windows import check_policy, unmatched
 from ._world import use_mesh
 from ._writes import refuse_written, renewed, watch
 from .backends import Counters, uncompiled
+from .planning.checking.checker import Report, check
+from .planning.planner import Traits, plan
+from .planning.policy import Policy
+from .planning.program import Program, Unit, dotted
+from .planning.schedule import Schedule, itemsize
+from .planning.windows import check_policy, unmatched
 
 _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hpfunc as hp
-from hpfunc._schedule import Launch
+from hpfunc.planning.schedule import Launch
 from tests import frameworks as ops
 from tests.frameworks import to_framework, to_torch
 from tests.models import sgd

@@ -11,8 +11,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc import _probe
-from hpfunc._schedule import Compute
 from hpfunc.backends import _torch, _torch_collectives, _torch_streams, get
+from hpfunc.planning.schedule import Compute
 from tests.models import P
 from tests.ranks import Pool, mesh_of
 from tests.test_execute import data, layers, local_leaves, step

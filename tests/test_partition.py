@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpfunc as hp
-from hpfunc._schedule import Launch
 from hpfunc._values.array import is_sharded
 from hpfunc._values.tree import dotted_paths
+from hpfunc.planning.schedule import Launch
 from tests import frameworks as ops
 from tests.frameworks import to_framework, to_torch
 from tests.ranks import Pool, mesh_of

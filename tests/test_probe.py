@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import hpfunc as hp
 from hpfunc import _probe
 from hpfunc._agree import control
-from hpfunc._plan import plan
-from hpfunc._schedule import Launch
 from hpfunc.backends import get
+from hpfunc.planning.planner import plan
+from hpfunc.planning.schedule import Launch
 from tests.models import P
 from tests.planning.programs import layers as planned_layers
 from tests.ranks import Pool, mesh_of, outcome

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hpfunc as hp
-from hpfunc._program import Event, Unit, Weight
+from hpfunc.planning.program import Event, Unit, Weight
 
 WIDTH = 8
 DEPTHS = (4, 16, 64, 256)

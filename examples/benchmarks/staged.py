@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hpfunc import Schedule
-from hpfunc._draft import derive_waits
-from hpfunc._leaving import touched
-from hpfunc._schedule import Buffer, BufferKind, Free, Launch, Local, Op, Region, Slot, Stream
+from hpfunc.planning.builder import derive_waits
+from hpfunc.planning.leaving import touched
+from hpfunc.planning.schedule import Buffer, BufferKind, Free, Launch, Local, Op, Region, Slot, Stream
 
 
 def staged(schedule: Schedule) -> Schedule:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpfunc._check import check
-from hpfunc._interpret import interpret
-from hpfunc._plan import plan
-from hpfunc._reference import World, reference
-from hpfunc._schedule import Launch, Local, Region, Schedule, itemsize
+from hpfunc.planning.checking.checker import check
+from hpfunc.planning.checking.interpreter import interpret
+from hpfunc.planning.checking.reference import World, reference
+from hpfunc.planning.planner import plan
+from hpfunc.planning.schedule import Launch, Local, Region, Schedule, itemsize
 from tests.examples.test_parallel import EXAMPLES
 from tests.planning.programs import Case, cases
 from tests.ranks import Pool

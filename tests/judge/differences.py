@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
-from hpfunc._check import find_violations
-from hpfunc._schedule import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Schedule, Slot
+from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.schedule import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Schedule, Slot
 from tests.judge.explore import Rules, judge
 from tests.judge.world import World
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpfunc._schedule import Launch, Schedule
+from hpfunc.planning.schedule import Launch, Schedule
 from tests.judge.graph import Graph
 from tests.judge.host import unrunnable
 from tests.judge.machine import Machine, State, WrongError

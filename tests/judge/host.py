@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hpfunc._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from hpfunc.planning.schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 from tests.judge.works import in_order
 from tests.judge.world import COMPUTES, World
 

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from hpfunc._plan import Traits
-from hpfunc._policy import Policy, Release
-from hpfunc._program import Event, Program, Unit, Weight
-from hpfunc._schedule import Launch, Local, Schedule
+from hpfunc.planning.planner import Traits
+from hpfunc.planning.policy import Policy, Release
+from hpfunc.planning.program import Event, Program, Unit, Weight
+from hpfunc.planning.schedule import Launch, Local, Schedule
 from tests.planning.mutants import MUTATIONS, flat, put, rebuilt
 from tests.planning.programs import AXES, Case, random_calls, random_weight
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from time import monotonic
 
-from hpfunc._check import find_violations
-from hpfunc._plan import plan
+from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.planner import plan
 from tests.judge.differences import Difference, explain
 from tests.judge.explore import judge
 from tests.judge.inputs import mutated, small_case

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpfunc._check import find_violations
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
-from hpfunc._schedule import Communicator, Free, Launch, Local, Schedule
+from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.schedule import Communicator, Free, Launch, Local, Schedule
 from tests.judge.explore import Verdict, judge
 from tests.judge.inputs import mutated, small_case
 from tests.judge.works import Rules

@@ -8,9 +8,9 @@ from itertools import count
 
 import pytest
 
-from hpfunc._check import find_violations
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
+from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
 from tests.judge.differences import KINDS, Difference, explain
 from tests.judge.tally import compare
 from tests.judge.test_judge import HSDP, RULES, changed

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from hpfunc._schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
+from hpfunc.planning.schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
 from tests.judge.world import World
 
 

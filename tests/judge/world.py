@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from hpfunc._program import Program, Weight
+from hpfunc.planning.program import Program, Weight
 from tests.judge.terms import ABSENT, Terms, add_all, cast, divide, fresh, mix, salt
 
 COMPUTES = ("forward", "backward", "recompute")

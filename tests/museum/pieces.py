@@ -2,8 +2,8 @@
 
 A piece has a schedule that is safe (the *mended* one: what `plan` returns, now and then with one more edit) and the
 same after one small edit (the *broken* one: what was published of another system, in our ops). `judge` shows that the
-checker tells them apart, and that the machine of `hpfunc._interpret` shows wrong numbers, or a deadlock, for the
-broken one under some timing.
+checker tells them apart, and that the machine of `planning.checking.interpreter` shows wrong numbers, or a deadlock,
+for the broken one under some timing.
 
 Edits find ops and buffers by globs for their names, and the planner's own order of all others stays. So a piece lives
 on when the planner puts something else between.
@@ -17,12 +17,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from hpfunc._check import check, find_violations
 from hpfunc._errors import ScheduleError
-from hpfunc._interpret import interpret
-from hpfunc._program import Carry, Event, Program
-from hpfunc._reference import Outcome, World, reference
-from hpfunc._schedule import Compute, Op, Region, Schedule
+from hpfunc.planning.checking.checker import check, find_violations
+from hpfunc.planning.checking.interpreter import interpret
+from hpfunc.planning.checking.reference import Outcome, World, reference
+from hpfunc.planning.program import Carry, Event, Program
+from hpfunc.planning.schedule import Compute, Op, Region, Schedule
 from tests.planning.mutants import NUM_STEPS, flat, put, rebuilt, renamed, without_wait
 from tests.planning.programs import STEP, stack, weight
 

@@ -1,8 +1,8 @@
 """A device on which only so many collectives have room at a time: can ranks get stuck on it?
 
-The checker and the machine of `hpfunc._interpret` give each stream a device of its own. On a real one a collective
-occupies its place until all its ranks have come, so collectives of several communicators can keep each other out,
-although each communicator has the same order on all ranks.
+The checker and the machine of `planning.checking.interpreter` give each stream a device of its own. On a real one a
+collective occupies its place until all its ranks have come, so collectives of several communicators can keep each
+other out, although each communicator has the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpfunc._schedule import Launch, Schedule
+from hpfunc.planning.schedule import Launch, Schedule
 from tests.museum.pieces import happens_before
 
 

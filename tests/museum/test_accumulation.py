@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
 from tests.museum.pieces import HSDP, changed, judge, left_out, micro_batches, moved, named, not_ordered, place_of
 from tests.planning.mutants import flat, put, rebuilt
 from tests.planning.programs import layers

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpfunc._plan import plan
-from hpfunc._policy import Policy
-from hpfunc._schedule import Local
+from hpfunc.planning.planner import plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.schedule import Local
 from tests.museum.pieces import HSDP, inserted, judge, left_out, micro_batches, moved, named, not_ordered, rebuffered
 from tests.planning.mutants import flat, rebuilt
 from tests.planning.programs import layers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpfunc._check import check
-from hpfunc._plan import plan
-from hpfunc._policy import Policy
-from hpfunc._schedule import Launch
+from hpfunc.planning.checking.checker import check
+from hpfunc.planning.planner import plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.schedule import Launch
 from tests.museum.pieces import HSDP, changed, judge, moved, named
 from tests.museum.residency import Device, can_hang
 from tests.planning.programs import layers

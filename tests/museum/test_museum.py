@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpfunc._plan import plan
-from hpfunc._policy import Policy
+from hpfunc.planning.planner import plan
+from hpfunc.planning.policy import Policy
 from tests.museum.pieces import HSDP, judge, left_out, not_ordered
 from tests.museum.steps import WAYS, assert_all_close
 from tests.planning.programs import layers

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from hpfunc._plan import plan
-from hpfunc._policy import Policy
+from hpfunc.planning.planner import plan
+from hpfunc.planning.policy import Policy
 from tests.models import sgd
 from tests.museum.pieces import HSDP
 from tests.museum.steps import draw, gradient, grid, plain, size_of, whole

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
-from hpfunc._schedule import Local
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.schedule import Local
 from tests.museum.pieces import (
     HSDP,
     changed,

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from hpfunc._check import find_violations
-from hpfunc._draft import derive_waits
 from hpfunc._errors import ScheduleError
-from hpfunc._interpret import interpret
-from hpfunc._plan import plan
-from hpfunc._reference import Outcome, World, reference
-from hpfunc._schedule import (
+from hpfunc.planning.builder import derive_waits
+from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.checking.interpreter import interpret
+from hpfunc.planning.checking.reference import Outcome, World, reference
+from hpfunc.planning.planner import plan
+from hpfunc.planning.schedule import (
     Buffer,
     Caller,
     Communicator,

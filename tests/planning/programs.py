@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from hpfunc._plan import Traits
-from hpfunc._policy import Policy, Release
-from hpfunc._program import Carry, Event, Program, Unit, Weight
-from hpfunc._windows import Windows
+from hpfunc.planning.planner import Traits
+from hpfunc.planning.policy import Policy, Release
+from hpfunc.planning.program import Carry, Event, Program, Unit, Weight
+from hpfunc.planning.windows import Windows
 
 AXES: tuple[str, ...] = ("replicate", "shard")
 STEP = (Event("end_backward"), Event("end_step"))

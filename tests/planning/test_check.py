@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hpfunc._check import check, find_violations
 from hpfunc._errors import ScheduleError
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
-from hpfunc._program import Event, Program, Unit
-from hpfunc._schedule import Communicator, Free, Local, Op, Region, Schedule
+from hpfunc.planning.checking.checker import check, find_violations
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.program import Event, Program, Unit
+from hpfunc.planning.schedule import Communicator, Free, Local, Op, Region, Schedule
 from tests.planning.mutants import flat, put, rebuilt
 from tests.planning.programs import STEP, layers, stack, weight
 

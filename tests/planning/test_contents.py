@@ -6,8 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpfunc._contents import OWN, Collectives, Content, Grad, Param, Piece, WrongError, Zero, cut, join, own, split
-from hpfunc._program import Program
+from hpfunc.planning.checking.symbols import (
+    OWN,
+    Collectives,
+    Content,
+    Grad,
+    Param,
+    Piece,
+    WrongError,
+    Zero,
+    cut,
+    join,
+    own,
+    split,
+)
+from hpfunc.planning.program import Program
 from tests.planning.programs import weight
 
 FSDP = {"shard": 2}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hpfunc._check import check
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
-from hpfunc._schedule import Schedule
+from hpfunc.planning.checking.checker import check
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.schedule import Schedule
 from tests.planning.programs import three_units, two_backwards
 
 GOLDEN = Path(__file__).parent / "golden"

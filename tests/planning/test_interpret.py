@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hpfunc._errors import ScheduleError
-from hpfunc._interpret import interpret
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
-from hpfunc._program import Weight
-from hpfunc._reference import Outcome, World, cut_blocks, join_blocks, reference
-from hpfunc._schedule import Deliver, Schedule
+from hpfunc.planning.checking.interpreter import interpret
+from hpfunc.planning.checking.reference import Outcome, World, cut_blocks, join_blocks, reference
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.program import Weight
+from hpfunc.planning.schedule import Deliver, Schedule
 from tests.planning.mutants import NUM_STEPS, flat, put
 from tests.planning.programs import layers, weight
 

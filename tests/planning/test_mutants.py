@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from hpfunc._check import find_violations
-from hpfunc._plan import plan
+from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.planner import plan
 from tests.planning.mutants import MUTATIONS, Mutant, is_wrong, mutants, random_mutant, tally
 from tests.planning.programs import random_case
 

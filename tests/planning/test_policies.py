@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hpfunc._check import check
-from hpfunc._plan import plan
-from hpfunc._policy import Policy
-from hpfunc._schedule import Launch, Schedule
+from hpfunc.planning.checking.checker import check
+from hpfunc.planning.planner import plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.schedule import Launch, Schedule
 from tests.planning.programs import layers, stack, three_units, two_backwards, weight
 
 FSDP = {"shard": 4}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpfunc._check import check
-from hpfunc._interpret import interpret
-from hpfunc._plan import plan
-from hpfunc._reference import World, reference
+from hpfunc.planning.checking.checker import check
+from hpfunc.planning.checking.interpreter import interpret
+from hpfunc.planning.checking.reference import World, reference
+from hpfunc.planning.planner import plan
 from tests.planning.programs import Case, cases, edge_cases
 
 

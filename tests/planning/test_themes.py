@@ -9,11 +9,11 @@ from time import perf_counter
 
 import pytest
 
-from hpfunc._check import check
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy, Release
-from hpfunc._program import Event, Program, Unit
-from hpfunc._schedule import ALIGN_BYTES, Deliver, Free, Launch, Local, Schedule
+from hpfunc.planning.checking.checker import check
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy, Release
+from hpfunc.planning.program import Event, Program, Unit
+from hpfunc.planning.schedule import ALIGN_BYTES, Deliver, Free, Launch, Local, Schedule
 from tests.planning.programs import STEP, layers, stack, three_units, weight
 
 FSDP = {"shard": 4}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hpfunc._errors import PolicyError
-from hpfunc._plan import Traits, plan
-from hpfunc._policy import Policy
-from hpfunc._program import Event, Program, Unit
-from hpfunc._schedule import Buffer, Communicator, Region, itemsize
+from hpfunc.planning.planner import Traits, plan
+from hpfunc.planning.policy import Policy
+from hpfunc.planning.program import Event, Program, Unit
+from hpfunc.planning.schedule import Buffer, Communicator, Region, itemsize
 from tests.planning.programs import layers, three_units, weight
 
 FSDP = {"shard": 4}

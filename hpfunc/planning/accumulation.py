@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from ._bundles import Bundle, Member, Share, key_of, lay_out, merged
-from ._draft import Draft
-from ._program import Program
-from ._schedule import Region
+from .builder import Draft
+from .program import Program
+from .reduce_buffers import Bundle, Member, Share, key_of, lay_out, merged
+from .schedule import Region
 
 # Note [Where a carried shard lives]
 # In the reduce buffer in which the first backward has scattered it, if that has the dtype in which gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from .schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 
 # Note [Leaving a plan]
 # Nothing may be lost, and nothing be finished that is not complete. What was gathered is dropped. A reduce-scatter or
@@ -12,7 +12,7 @@ from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region
 # depends on where the plan is left: in a backward it is, if the plan says so, as each use had its forward by the plan;
 # before a forward that the plan still expects, that may become another one, which adds to any gradient. So there
 # nothing more is launched, scaled or delivered. What remains is handed to the session: whole gradients, and scattered
-# ones (`_meaning.scattered`).
+# ones (`checking.symbolic_run.scattered`).
 
 
 def touched(op: Op) -> tuple[Region, ...]:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ._bundles import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
-from ._carried import Carried, carries_shards
-from ._draft import Draft
-from ._program import Program, Weight
-from ._schedule import Communicator, Region
+from .accumulation import Carried, carries_shards
+from .builder import Draft
+from .program import Program, Weight
+from .reduce_buffers import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
+from .schedule import Communicator, Region
 
 # Note [The four steps of a backward]
 # k counts units down; the gradients of unit k are ready after its backward. Then, in this order:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from ._policy import Policy
-from ._program import Program
+from .policy import Policy
+from .program import Program
 
 Stream = Literal["compute", "gather", "reduce_scatter", "all_reduce"]
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
+from ..schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
 
 # Note [Happens before]
 # Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ._draft import Draft
-from ._messages import in_place, is_received_in_place
-from ._program import COMPUTES
-from ._schedule import Communicator, Region, Stream
-from ._windows import Windows
+from .builder import Draft
+from .messages import in_place, is_received_in_place
+from .program import COMPUTES
+from .schedule import Communicator, Region, Stream
+from .windows import Windows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A proof, before anything runs, that a schedule is safe: no race, no deadlock, no leak, and the right gradients.
 
 Three questions, each with its own module: is it well formed (here), does every timing show what its order means
-(`_safety`), and does that order compute what the program asks for (`_meaning`)?
+(`planning.checking.races`), and does that order compute what the program asks for (`planning.checking.symbolic_run`)?
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ._contents import Axes
-from ._errors import ScheduleError, message
-from ._meaning import num_ranks, wrong_meanings
-from ._program import COMPUTES
-from ._safety import hidden_launches, unsafe_ops
-from ._schedule import (
+from ..._errors import ScheduleError, message
+from ..program import COMPUTES
+from ..schedule import (
     ALIGN_BYTES,
     Caller,
     Communicator,
@@ -30,6 +27,9 @@ from ._schedule import (
     Slot,
     itemsize,
 )
+from .races import hidden_launches, unsafe_ops
+from .symbolic_run import num_ranks, wrong_meanings
+from .symbols import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ def check(schedule: Schedule) -> Report:
     Raises:
         ScheduleError: the schedule is not safe; the message lists every violation.
 
-    >>> from hpfunc._plan import plan
-    >>> from hpfunc._policy import Policy
-    >>> from hpfunc._program import Event, Program, Unit, Weight
+    >>> from hpfunc.planning.planner import plan
+    >>> from hpfunc.planning.policy import Policy
+    >>> from hpfunc.planning.program import Event, Program, Unit, Weight
     >>> weight = Weight("w", 64, *["float32"] * 4, ("shard",), 4, (), 1, divisor=4)
     >>> kinds = ("forward", "backward")
     >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from ._program import COMPUTES, Program, Weight, segments
+from ..program import COMPUTES, Program, Weight, segments
 
 Array = NDArray[np.float64]
 
@@ -38,6 +38,7 @@ class World:
 
     @property
     def num_ranks(self) -> int:
+        """Of the whole machine."""
         return len(self._coordinates)
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def join_blocks(weight: Weight, blocks: Array) -> Array:
 def reference(world: World) -> list[Outcome]:
     """Returns what each rank must see: computed from the program, without a schedule.
 
-    >>> from hpfunc._program import Event, Unit
+    >>> from hpfunc.planning.program import Event, Unit
     >>> weight = Weight("w", 1, *["float32"] * 4, ("shard",), 2, (), 1, divisor=2)
     >>> events = (Event("forward", 0), Event("backward", 0), Event("end_backward"), Event("end_step"))
     >>> world = World(Program((weight,), (Unit("layer", (0,)),), events), {"shard": 2})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ._errors import PolicyError, message
+from .._errors import PolicyError, message
 
 Release = Literal["forward", "backward", "never"]
 PACK_BELOW_BYTES = 65536

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._errors import ScheduleError, message
-from ._program import Weight, segments
-from ._reference import Array, Outcome, World, cut_blocks, join_blocks
-from ._schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ..._errors import ScheduleError, message
+from ..program import Weight, segments
+from ..schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from .reference import Array, Outcome, World, cut_blocks, join_blocks
 
 # Note [A machine that hides nothing]
 # Every rank has its streams. A stream takes its ops in issue order, starts one when those it waits for are complete,

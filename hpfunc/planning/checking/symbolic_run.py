@@ -10,7 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from ._contents import (
+from ..program import COMPUTES, Program, segments
+from ..schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
+from .symbols import (
     OWN,
     WHOLE,
     Axes,
@@ -36,8 +38,6 @@ from ._contents import (
     sum_axes,
     summed_dtypes,
 )
-from ._program import COMPUTES, Program, segments
-from ._schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
 
 
 def num_ranks(program: Program) -> dict[Axes, int]:

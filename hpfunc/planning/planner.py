@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ._draft import Draft
-from ._gathers import Gathers
-from ._policy import PACK_BELOW_BYTES, Policy
-from ._program import COMPUTES, Program
-from ._reductions import Reductions
-from ._schedule import Schedule
-from ._windows import Windows
+from .builder import Draft
+from .gathers import Gathers
+from .policy import PACK_BELOW_BYTES, Policy
+from .program import COMPUTES, Program
+from .reductions import Reductions
+from .schedule import Schedule
+from .windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
         traits: what the backend cannot do by itself.
 
     Returns:
-        A schedule that `hpfunc._check.check` accepts.
+        A schedule that `hpfunc.planning.checking.checker.check` accepts.
 
     Raises:
         PolicyError: the policy contradicts itself for this program.
 
-    >>> from hpfunc._program import Event, Unit, Weight
+    >>> from hpfunc.planning.program import Event, Unit, Weight
     >>> weight = Weight("w", 64, *["float32"] * 4, ("shard",), 4, (), 1, divisor=4)
     >>> kinds = ("forward", "backward")
     >>> events = (*(Event(kind, 0) for kind in kinds), Event("end_backward"), Event("end_step"))

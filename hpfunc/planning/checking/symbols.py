@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
-from ._program import Program, Weight
-from ._schedule import Collective
+from ..program import Program, Weight
+from ..schedule import Collective
 
 # ------------------------------------------------------------------------------------------------------------- values
 
@@ -284,6 +284,7 @@ class Collectives:
         self._weights = program.weights
 
     def apply(self, collective: Collective, content: Content, axes: Axes, num_ranks: int) -> Content:
+        """Returns what this rank receives if all ranks send `content`."""
         match collective:
             case "all_gather":
                 return self.all_gather(content, axes, num_ranks)
@@ -298,6 +299,7 @@ class Collectives:
                 return self.total(mine, axes)
 
     def all_gather(self, content: Content, axes: Axes, num_ranks: int) -> Content:
+        """See `apply`."""
         match content:
             case (Piece(Chunk(whole, over, None), _, 0),) if over == axes:
                 return self.total(whole, axes)
@@ -314,6 +316,7 @@ class Collectives:
         )
 
     def all_to_all(self, content: Content, axes: Axes, num_ranks: int) -> Content:
+        """See `apply`."""
         mine = own(content, num_ranks)
         if mine is None:
             numel = sum(piece.numel for piece in content) // num_ranks

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
-from ._policy import Policy
-from ._program import Event, Program
-from ._schedule import (
+from .policy import Policy
+from .program import Event, Program
+from .schedule import (
     Buffer,
     BufferKind,
     Caller,
@@ -55,9 +55,11 @@ class Draft:
             self._waits.caller_works()
 
     def unit(self, index: int) -> str:
+        """Returns the name of a unit, unique among the units."""
         return self._units[index]
 
     def weight(self, index: int) -> str:
+        """Returns the name of a weight, unique among the weights."""
         return self._weights[index]
 
     @property
@@ -70,9 +72,11 @@ class Draft:
         return "all_reduce" if self.ordered_sums else "reduce_scatter"
 
     def dtype(self, region: Region) -> str:
+        """Returns the dtype of a region's buffer."""
         return self._buffers[region.buffer].dtype
 
     def kind(self, region: Region) -> BufferKind:
+        """Returns the kind of a region's buffer."""
         return self._buffers[region.buffer].kind
 
     def shard(self, weight: int) -> Region:
@@ -90,6 +94,7 @@ class Draft:
         return self._add(Buffer(self._unique(f"{kind} {of}"), kind, numel, dtype, stream, weight))
 
     def compute(self, event: Event, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+        """Writes down the unit's own work at an event."""
         name = self._unique(f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}")
         waits = self._before(name, "compute", reads, writes)
         self._issue(Compute(name, index, tuple(reads), tuple(writes), waits))
@@ -124,6 +129,7 @@ class Draft:
         parts: int = 1,
         divisor: int = 1,
     ) -> None:
+        """Writes down local work."""
         name = self._unique(name)
         waits = self._before(name, stream, reads, writes)
         self._issue(Local(name, kind, stream, tuple(reads), tuple(writes), waits, weights, parts, divisor))
@@ -136,6 +142,7 @@ class Draft:
         self._issue(Free(name, region.buffer, buffer.stream, waits))
 
     def deliver(self, weight: int, region: Region) -> None:
+        """Hands a region to the caller, as the gradient of a weight."""
         name = self._unique(f"deliver {self.weight(weight)}")
         # Whoever gets a gradient may do anything with it: a write.
         waits = self._waits.before(name, "compute", (), (region,))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import cast
 
-from ._errors import PolicyError, message
-from ._messages import gathered_messages, in_place, is_received_in_place
-from ._policy import Policy, Release
-from ._program import COMPUTES, Program
-from ._schedule import itemsize
+from .._errors import PolicyError, message
+from .messages import gathered_messages, in_place, is_received_in_place
+from .policy import Policy, Release
+from .program import COMPUTES, Program
+from .schedule import itemsize
 
 # Note [The units near an event]
 # The units *near* event i are the first `depth + 1` different ones that are used from i on; units that need no

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ._draft import Draft
-from ._messages import messages
-from ._policy import Policy
-from ._program import Program, Weight
-from ._schedule import ALIGN_BYTES, Region, itemsize
+from .builder import Draft
+from .messages import messages
+from .policy import Policy
+from .program import Program, Weight
+from .schedule import ALIGN_BYTES, Region, itemsize
 
 Key = tuple[tuple[str, ...], str, int]
 

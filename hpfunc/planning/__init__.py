@@ -1,0 +1,33 @@
+"""Planning: from a recorded program and a policy to a schedule, and its proof. Plain Python, and no framework.
+
+`plan` writes a `Schedule` for a `Program`; `check` proves that it is safe and right, and counts what it costs;
+`interpret` (needs numpy) runs it for all ranks in one process, to compare it with what the program means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .checking.checker import Report as Report
+from .checking.checker import check as check
+from .planner import Traits as Traits
+from .planner import plan as plan
+from .policy import Policy as Policy
+from .program import Event as Event
+from .program import Program as Program
+from .program import Unit as Unit
+from .program import Weight as Weight
+from .schedule import Schedule as Schedule
+
+if TYPE_CHECKING:
+    from .checking.interpreter import interpret as interpret
+    from .checking.reference import World as World
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs numpy when it is asked for."""
+    if name in ("World", "interpret"):
+        from .checking import interpreter
+
+        return getattr(interpreter, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
