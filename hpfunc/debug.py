@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._agree import agreeing
 from ._errors import LeafError, SpecError, UsageError, message
-from ._replicas import DRIFTED, compare_replicas
-from ._run import current_session
+from ._running.agreement import agreeing
+from ._running.replicas import DRIFTED, compare_replicas
+from ._running.session import current_session
 from ._values.array import describe, is_sharded
 from ._values.numerics import dtype_name
 from ._values.tree import flatten, paths

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hpfunc as hp
-from hpfunc import _probe
+from hpfunc._running import link_probe as _probe
 from hpfunc.backends import _torch, _torch_collectives, _torch_streams, get
 from hpfunc.planning.schedule import Compute
 from tests.models import P

@@ -14,8 +14,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from hpfunc import _sharded
-from hpfunc._predict import predict
+from hpfunc._running.predict import predict
+from hpfunc._transforms import sharded as _sharded
 from tests import frameworks as ops
 from tests.frameworks import to_torch
 from tests.models import P

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import hpfunc as hp
-from hpfunc._agree import control
+from hpfunc._running.agreement import control
 from hpfunc.backends._torch_autograd import _mark
 from tests.ranks import Pool, mesh_of
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from hpfunc import _probe
-from hpfunc._agree import control
+from hpfunc._running import link_probe as _probe
+from hpfunc._running.agreement import control
 from hpfunc.backends import get
 from hpfunc.planning.planner import plan
 from hpfunc.planning.schedule import Launch

@@ -124,7 +124,7 @@ def test_what_cannot_be_checked_is_refused_on_all_ranks(pool: Callable[..., Pool
 
 def counted(rank: int) -> tuple[int, int]:
     """How many exchanges a check costs when all is well, and when something is not."""
-    from hpfunc._agree import control
+    from hpfunc._running.agreement import control
 
     params = hp.shard([torch.zeros(64) for _ in range(20)], mesh4(), hp.P())
     backend: Any = control(mesh4()).backend

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from .._agree import agreeing
 from .._errors import CheckpointError, message
+from .._running.agreement import agreeing
 from .._values.mesh import Mesh
 from .._values.tree import unflatten
 from ._format import ITEM_BYTES, header, read_header, sync_folder

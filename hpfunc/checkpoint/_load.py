@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import backends
-from .._agree import agreeing
 from .._errors import CheckpointError, UsageError, message
+from .._running.agreement import agreeing
+from .._running.writes import watch
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
 from .._values.tree import unflatten
-from .._writes import watch
 from ._format import checksum
 from ._host import host
 from ._index import Array, Entry, Index, RankValues, Value, folder, latest, read_index

@@ -12,11 +12,11 @@ from threading import Thread
 from typing import Any
 
 from .. import backends
-from .._agree import agreeing, control
 from .._errors import CheckpointError, LeafError, UsageError, message
+from .._running.agreement import agreeing, control
+from .._running.writes import refuse_written
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
-from .._writes import refuse_written
 from ._format import Tensor, Written, sync_folder, write_file, write_text
 from ._host import host
 from ._index import INDEX, Array, Entry, Index, RankValues, Value, folder, from_data, leftovers, steps, to_data

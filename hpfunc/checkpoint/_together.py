@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .._agree import agreeing, control
 from .._errors import CheckpointError, message
+from .._running.agreement import agreeing, control
 from .._values.mesh import Mesh
 
 

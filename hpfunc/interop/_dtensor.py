@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from .. import backends
 from .._errors import LeafError, MeshError, SpecError, message
+from .._running.writes import share
 from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._values.layout import Layout
 from .._values.mesh import AxisNames, Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
-from .._writes import share
 from ._base import Bridge, Placements
 
 _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"

@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any, cast
 
 from .. import backends
-from .._agree import agreeing
-from .._arrays import leaf_specs
 from .._errors import LeafError, SpecError, message
+from .._running.agreement import agreeing
+from .._running.writes import share
+from .._transforms.shard import leaf_specs
 from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._values.mesh import Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
-from .._writes import share
 from ._base import Shared
 
 _FROM, _TO = "hpfunc.interop.from_local", "hpfunc.interop.to_numpy"

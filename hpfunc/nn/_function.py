@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .._differentiation import current_run
 from .._errors import LeafError, UsageError, message
-from .._run import current_session
+from .._running.differentiation import current_run
+from .._running.session import current_session
 from .._values.array import is_sharded
 from ._choose import Choice
 

@@ -8,11 +8,11 @@ from typing import Any
 import mindspore
 from mindspore import nn, ops
 
-from .._arrays import init
 from .._errors import LeafError, UsageError, message
+from .._transforms.shard import init
+from .._transforms.unshard import unshard
 from .._values.array import is_sharded
 from .._values.mesh import Mesh, PartitionSpec
-from .._whole import unshard
 from ._choose import choose
 from ._function import ModuleFunction
 from ._mindspore_parts import PARTS

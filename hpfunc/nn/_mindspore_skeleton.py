@@ -25,7 +25,7 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from .. import backends
 from .._errors import UsageError, message
-from .._unit import unit
+from .._transforms.unit import unit
 from .._values.array import is_sharded
 from ._choose import Choice
 from ._mindspore_parts import PARTS, is_state

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._arrays import init
 from .._errors import LeafError, UsageError, message
+from .._transforms.shard import init
+from .._transforms.unshard import unshard
 from .._values.array import is_sharded
 from .._values.mesh import Mesh, PartitionSpec
-from .._whole import unshard
 from ._choose import choose
 from ._function import ModuleFunction
 from ._slots import misfits
@@ -36,7 +36,7 @@ def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunct
     _check_module(_FROM, module)
     params, buffers = named_tensors(module)
     _refuse_shared_memory(_FROM, params)
-    # Parameters, because a tensor that wants no gradient is a frozen one only if it is a parameter: see `_frozen`.
+    # Parameters: a tensor that wants no gradient is a frozen array only if it is one. See `_transforms.freeze`.
     given: dict[str, Tensor] = {path: nn.Parameter(x.detach(), x.requires_grad) for path, x in params.items()}
     return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
 

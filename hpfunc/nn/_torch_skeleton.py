@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from .._errors import UsageError, message
-from .._unit import unit_around
+from .._transforms.unit import unit_around
 from .._values.array import ShardedArray, is_sharded
 from ..backends._torch_autograd import enclosing_hooks
 from ..backends._torch_init import is_abstract

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .._unit import unit
+from .._transforms.unit import unit
 from .._values.array import is_sharded
 from ..backends._torch_autograd import enclosing_hooks
 from ._slots import current_call, current_unit, refuse_writes, whole_of

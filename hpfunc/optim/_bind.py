@@ -8,11 +8,11 @@ from typing import Any
 
 from .. import backends
 from .._errors import LeafError, UsageError, message
-from .._named import pmax
+from .._running.writes import share
+from .._transforms.collectives import pmax
 from .._values.array import describe, is_sharded
 from .._values.mesh import Mesh
 from .._values.tree import dotted_paths, flatten
-from .._writes import share
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
 
 _NAME = "hpfunc.optim.bind"

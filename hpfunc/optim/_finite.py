@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from .. import backends
 from .._errors import LeafError, message
-from .._named import psum
+from .._running.make_mesh import mesh_in_use
+from .._transforms.collectives import psum
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
-from .._world import mesh_in_use
 from ._leaves import leaves_of, refuse_partial_sums
 from ._optimizer import Optimizer
 

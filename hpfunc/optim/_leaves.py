@@ -11,11 +11,11 @@ import optree
 
 from .. import backends
 from .._errors import LeafError, SpecError, UsageError, message
-from .._frozen import marks_of
+from .._running.writes import refuse_written
+from .._transforms.freeze import marks_of
 from .._values.array import describe, is_sharded
 from .._values.numerics import has_sums
 from .._values.tree import flatten, paths, unflatten
-from .._writes import refuse_written
 from ._foreach import Foreach, foreach
 
 Tensor = Any

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from .._named import psum
+from .._transforms.collectives import psum
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
 from ._leaves import leaves_of, refuse_partial_sums

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from hpfunc import _eager, _execute
+from hpfunc._running import eager as _eager
+from hpfunc._running import planned as _execute
 from hpfunc.backends import _torch, _torch_autograd, _torch_borrowed, _torch_saved
 
 Tensor = torch.Tensor

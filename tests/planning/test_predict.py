@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hpfunc._predict import predict
+from hpfunc._running.predict import predict
 
 words = st.lists(st.sampled_from("ABC"), max_size=12).map("".join)
 

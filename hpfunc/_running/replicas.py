@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from . import backends
-from ._agree import control
-from ._errors import AgreementError, HpfuncError, LeafError, message
-from ._values.array import ShardedArray, describe
-from ._values.mesh import Mesh
+from .. import backends
+from .._errors import AgreementError, HpfuncError, LeafError, message
+from .._values.array import ShardedArray, describe
+from .._values.mesh import Mesh
+from .agreement import control
 
 Tensor = Any
 Axes = tuple[str, ...]

@@ -10,19 +10,19 @@ from typing import Any, cast
 
 import optree
 
-from ._debug import compare_gradients
-from ._differentiation import Backwards, Run, current_run
-from ._errors import LeafError, UsageError, message
-from ._frozen import marks_of
-from ._named import mean_axes
-from ._run import Session, current_session
-from ._values.array import check_gatherable, check_one_mesh, describe, is_sharded
-from ._values.mesh import Mesh
-from ._values.numerics import Numerics, has_sums
-from ._values.tree import flatten, paths, unflatten
-from ._world import current_mesh, use_mesh
-from ._writes import refuse_written
-from .backends import uncompiled
+from .._errors import LeafError, UsageError, message
+from .._running.comparisons import compare_gradients
+from .._running.differentiation import Backwards, Run, current_run
+from .._running.make_mesh import current_mesh, use_mesh
+from .._running.session import Session, current_session
+from .._running.writes import refuse_written
+from .._values.array import check_gatherable, check_one_mesh, describe, is_sharded
+from .._values.mesh import Mesh
+from .._values.numerics import Numerics, has_sums
+from .._values.tree import flatten, paths, unflatten
+from ..backends import uncompiled
+from .collectives import mean_axes
+from .freeze import marks_of
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"

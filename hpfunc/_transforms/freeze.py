@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import backends
-from ._values.array import ShardedArray, check_sharded, is_sharded
-from ._values.partition import Where, selector
-from ._values.tree import dotted_paths, flatten, unflatten
+from .. import backends
+from .._values.array import ShardedArray, check_sharded, is_sharded
+from .._values.partition import Where, selector
+from .._values.tree import dotted_paths, flatten, unflatten
 
 
 def marks_of(function: str, leaves: Sequence[Any]) -> list[bool | None]:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from . import backends
-from ._agree import agreeing, control
-from ._comm import comm
-from ._errors import AgreementError, LeafError, PeerError, SpecError, message
-from ._frozen import marks_of
-from ._random import numbers_of_one_process
-from ._values.array import ShardedArray, born, describe, is_sharded, layout_of
-from ._values.mesh import Mesh, PartitionSpec, did_you_mean
-from ._values.numerics import dtype_name
-from ._values.tree import broadcast_prefix, flatten, paths, unflatten
-from ._writes import watch
-from .backends import uncompiled
+from .. import backends
+from .._errors import AgreementError, LeafError, PeerError, SpecError, message
+from .._running.agreement import agreeing, control
+from .._running.channel import comm
+from .._running.random_numbers import numbers_of_one_process
+from .._running.writes import watch
+from .._values.array import ShardedArray, born, describe, is_sharded, layout_of
+from .._values.mesh import Mesh, PartitionSpec, did_you_mean
+from .._values.numerics import dtype_name
+from .._values.tree import broadcast_prefix, flatten, paths, unflatten
+from ..backends import uncompiled
+from .freeze import marks_of
 
 Tensor = Any
 

@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import optree
 
-from . import backends
-from ._differentiation import Run, current_run
-from ._errors import LeafError, MeshError, UsageError, message
-from ._run import Session, Use, current_session
-from ._values.array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
-from ._values.mesh import AxisNames, as_axes
-from ._values.numerics import Numerics
-from ._values.tree import flatten, paths, unflatten
-from ._whole import unshard_array
-from .backends import Backend, Inside, uncompiled
+from .. import backends
+from .._errors import LeafError, MeshError, UsageError, message
+from .._running.differentiation import Run, current_run
+from .._running.session import Session, Use, current_session
+from .._values.array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
+from .._values.mesh import AxisNames, as_axes
+from .._values.numerics import Numerics
+from .._values.tree import flatten, paths, unflatten
+from ..backends import Backend, Inside, uncompiled
+from .unshard import unshard_array
 
 Tensor = Any
 Names = Callable[[], list[str]]

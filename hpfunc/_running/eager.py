@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._run import Session, Use
+    from .session import Session, Use
 
 Tensor = Any
 

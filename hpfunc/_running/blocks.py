@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ._values.layout import Coordinate, Gather
-from .backends import Backend
+from .._values.layout import Coordinate, Gather
+from ..backends import Backend
 
 Tensor = Any
 Copy = tuple[Tensor, Tensor]

@@ -1,6 +1,6 @@
 """One step as it happens: a `Session` names its weights, units and events, and a driver moves the data.
 
-There are two drivers: `_eager.Eager`, the reference, and `_execute.Planned`.
+There are two drivers: `eager.Eager`, the reference, and `planned.Planned`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from . import backends
-from ._agree import Control, control
-from ._comm import finish_block, gather_whole, scatter_whole
-from ._eager import Eager
-from ._move import block_numel
-from ._values.array import Owner, ShardedArray, Step, describe
-from ._values.layout import Gather
-from ._values.mesh import Mesh
-from ._values.numerics import Numerics
-from ._writes import refuse_written
-from .backends import Inside
-from .planning.program import Event, Program, Unit, Weight
+from .. import backends
+from .._values.array import Owner, ShardedArray, Step, describe
+from .._values.layout import Gather
+from .._values.mesh import Mesh
+from .._values.numerics import Numerics
+from ..backends import Inside
+from ..planning.program import Event, Program, Unit, Weight
+from .agreement import Control, control
+from .blocks import block_numel
+from .channel import finish_block, gather_whole, scatter_whole
+from .eager import Eager
+from .writes import refuse_written
 
 Tensor = Any
 _session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)
@@ -205,7 +205,7 @@ class Session:
         accumulated: whole gradients of which further uses are to come.
         carried: scattered gradients to which those of a later backward are to be added.
         arrays: the array of each weight, and `gathers` how its shards are put together.
-        debug: compare values that must be the same on several ranks; see `_debug`.
+        debug: compare values that must be the same on several ranks; see `_running.comparisons`.
         plan: the program that the step is expected to run, for as long as it does.
         names: the path of each argument, by `Weight.origin`.
         paths: that of arrays which are no arguments of a step, for as long as they live.

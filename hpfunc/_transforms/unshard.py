@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import backends
-from ._arrays import check_tensors, cut, facts, leaf_specs
-from ._comm import comm, gather_whole, reduce_whole
-from ._errors import SpecError, message
-from ._pin import together
-from ._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
-from ._values.layout import Gather, Layout
-from ._values.mesh import AxisNames, Mesh, PartitionSpec, as_axes
-from ._values.numerics import check_sums
-from ._values.tree import flatten, paths, unflatten
-from ._world import current_mesh
-from ._writes import refuse_written
-from .backends import uncompiled
+from .. import backends
+from .._errors import SpecError, message
+from .._running.caller_collectives import together
+from .._running.channel import comm, gather_whole, reduce_whole
+from .._running.make_mesh import current_mesh
+from .._running.writes import refuse_written
+from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
+from .._values.layout import Gather, Layout
+from .._values.mesh import AxisNames, Mesh, PartitionSpec, as_axes
+from .._values.numerics import check_sums
+from .._values.tree import flatten, paths, unflatten
+from ..backends import uncompiled
+from .shard import check_tensors, cut, facts, leaf_specs
 
 Tensor = Any
 _ONLY_ARRAYS = "only sharded arrays can be gathered"

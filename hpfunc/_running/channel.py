@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
 
-from . import backends
-from ._agree import control
-from ._move import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
-from ._values.layout import Gather
-from ._values.mesh import Mesh
-from ._values.numerics import check_sums
-from .backends._base import Backend, Purpose
+from .. import backends
+from .._values.layout import Gather
+from .._values.mesh import Mesh
+from .._values.numerics import check_sums
+from ..backends._base import Backend, Purpose
+from .agreement import control
+from .blocks import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 
 Tensor = Any
 _SUMMED_BY_LIBRARIES = {

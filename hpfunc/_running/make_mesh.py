@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from . import backends
-from ._errors import HpfuncWarning, MeshError, message
-from ._values.array import ShardedArray, flatten_array, unflatten_array
-from ._values.mesh import CUTTING, DATA, REPLICATING, AxisNames, Mesh, as_axes, default_data_axes
+from .. import backends
+from .._errors import HpfuncWarning, MeshError, message
+from .._values.array import ShardedArray, flatten_array, unflatten_array
+from .._values.mesh import CUTTING, DATA, REPLICATING, AxisNames, Mesh, as_axes, default_data_axes
 
 _current: ContextVar[Mesh | None] = ContextVar("hpfunc_mesh", default=None)
 

@@ -10,27 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import backends
-from ._agree import agreeing
-from ._arrays import leaf_specs
-from ._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
-from ._execute import Planned, Prepared
-from ._predict import predict
-from ._probe import settle
-from ._replicas import compare_arguments
-from ._run import Session, session_scope
-from ._values.array import ShardedArray, describe, is_sharded, layout_of
-from ._values.mesh import Mesh, PartitionSpec
-from ._values.tree import flatten, paths, unflatten
-from ._world import use_mesh
-from ._writes import refuse_written, renewed, watch
-from .backends import Counters, uncompiled
-from .planning.checking.checker import Report, check
-from .planning.planner import Traits, plan
-from .planning.policy import Policy
-from .planning.program import Program, Unit, dotted
-from .planning.schedule import Schedule, itemsize
-from .planning.windows import check_policy, unmatched
+from .. import backends
+from .._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
+from .._running.agreement import agreeing
+from .._running.link_probe import settle
+from .._running.make_mesh import use_mesh
+from .._running.planned import Planned, Prepared
+from .._running.predict import predict
+from .._running.replicas import compare_arguments
+from .._running.session import Session, session_scope
+from .._running.writes import refuse_written, renewed, watch
+from .._values.array import ShardedArray, describe, is_sharded, layout_of
+from .._values.mesh import Mesh, PartitionSpec
+from .._values.tree import flatten, paths, unflatten
+from ..backends import Counters, uncompiled
+from ..planning.checking.checker import Report, check
+from ..planning.planner import Traits, plan
+from ..planning.policy import Policy
+from ..planning.program import Program, Unit, dotted
+from ..planning.schedule import Schedule, itemsize
+from ..planning.windows import check_policy, unmatched
+from .shard import leaf_specs
 
 _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64

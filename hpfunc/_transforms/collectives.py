@@ -14,18 +14,18 @@ from typing import Any
 
 import optree
 
-from . import backends
-from ._comm import Comm, comm
-from ._debug import compared
-from ._errors import LeafError, MeshError, UsageError, message
-from ._pin import pinned, refusing_together
-from ._values.array import describe
-from ._values.mesh import AxisNames, Mesh
-from ._values.numerics import check_sums, dtype_name
-from ._values.tree import paths
-from ._world import current_mesh
-from .backends import uncompiled
-from .backends._base import Backend
+from .. import backends
+from .._errors import LeafError, MeshError, UsageError, message
+from .._running.caller_collectives import pinned, refusing_together
+from .._running.channel import Comm, comm
+from .._running.comparisons import compared
+from .._running.make_mesh import current_mesh
+from .._values.array import describe
+from .._values.mesh import AxisNames, Mesh
+from .._values.numerics import check_sums, dtype_name
+from .._values.tree import paths
+from ..backends import uncompiled
+from ..backends._base import Backend
 
 Tensor = Any
 Map = Callable[[Tensor], Tensor]

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from . import backends
-from ._differentiation import Backwards
-from ._errors import LeafError, PolicyError, UsageError, message
-from ._grad import GradFunction
-from ._run import Session, current_session, session_scope
-from ._values.array import describe, is_sharded
-from ._values.mesh import Mesh
-from ._values.tree import flatten, paths, unflatten
-from .backends import uncompiled
-from .planning.program import Carry
+from .. import backends
+from .._errors import LeafError, PolicyError, UsageError, message
+from .._running.differentiation import Backwards
+from .._running.session import Session, current_session, session_scope
+from .._values.array import describe, is_sharded
+from .._values.mesh import Mesh
+from .._values.tree import flatten, paths, unflatten
+from ..backends import uncompiled
+from ..planning.program import Carry
+from .grad import GradFunction
 
 Mode = Literal["scatter", "local"]
 _NAME = "hpfunc.accumulate"

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ._errors import UsageError, message
-from ._pin import pinned
-from ._replicas import Axes, Groups, differing
-from ._run import Session, current_session
-from ._values.array import describe, is_sharded
-from ._values.mesh import Mesh
-from .planning.program import COMPUTES
+from .._errors import UsageError, message
+from .._values.array import describe, is_sharded
+from .._values.mesh import Mesh
+from ..planning.program import COMPUTES
+from .caller_collectives import pinned
+from .replicas import Axes, Groups, differing
+from .session import Session, current_session
 
 Tensor = Any
 

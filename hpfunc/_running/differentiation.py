@@ -8,13 +8,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._comm import comm
-from ._errors import UsageError, message
-from ._run import Session, Use
-from ._values.array import Owner, ShardedArray, describe, is_sharded
-from ._values.numerics import Numerics, has_sums
-from .backends import uncompiled
-from .planning.program import Carry, Event
+from .._errors import UsageError, message
+from .._values.array import Owner, ShardedArray, describe, is_sharded
+from .._values.numerics import Numerics, has_sums
+from ..backends import uncompiled
+from ..planning.program import Carry, Event
+from .channel import comm
+from .session import Session, Use
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import backends
-from ._agree import agreeing, control
-from ._errors import HpfuncError
-from ._run import current_session
-from ._values.mesh import Mesh
+from .. import backends
+from .._errors import HpfuncError
+from .._values.mesh import Mesh
+from .agreement import agreeing, control
+from .session import current_session
 
 Tensor = Any
 

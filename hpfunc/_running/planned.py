@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._move import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
-from ._run import Session, Use
-from ._timeline import Timeline, current_timeline
-from ._values.layout import Gather
-from .planning.checking.symbolic_run import scattered
-from .planning.leaving import to_finish, touched
-from .planning.schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from .._values.layout import Gather
+from ..planning.checking.symbolic_run import scattered
+from ..planning.leaving import to_finish, touched
+from ..planning.schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from .blocks import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
+from .session import Session, Use
+from .timeline import Timeline, current_timeline
 
 Tensor = Any
 _WHOLE_GRADIENTS = ("gradient", "total")

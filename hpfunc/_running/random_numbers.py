@@ -6,7 +6,7 @@ generators of the first rank of the mesh: the framework's global ones (of the ho
 Python's `random`, and numpy's global one. Afterwards a generator that had the state of the first rank's goes on behind
 what was drawn, as in a program of one process. A generator that had another state gets that back: ranks that would drop
 out other elements before do so afterwards. Generators that `init_fn` makes are its own affair: whoever seeds them by
-the rank is found by the values (`_arrays.compare_values`).
+the rank is found by the values (`_transforms.shard.compare_values`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import backends
-from ._agree import control
-from ._values.mesh import Mesh
+from .. import backends
+from .._values.mesh import Mesh
+from .agreement import control
 
 
 @contextmanager

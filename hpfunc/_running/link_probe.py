@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from ._agree import control
-from ._comm import Comm, comm
-from ._errors import PolicyError, UsageError, message
-from ._run import current_session
-from ._values.mesh import AxisNames, Mesh
-from .planning.policy import PACK_BELOW_BYTES, Policy
-from .planning.program import Program
+from .._errors import PolicyError, UsageError, message
+from .._values.mesh import AxisNames, Mesh
+from ..planning.policy import PACK_BELOW_BYTES, Policy
+from ..planning.program import Program
+from .agreement import control
+from .channel import Comm, comm
+from .session import current_session
 
 _NAME = "hpfunc.probe"
 _SMALLEST, _LARGEST = 1 << 12, 1 << 20  # to copy more costs more than the message that it saves

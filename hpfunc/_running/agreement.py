@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import backends
-from ._errors import AgreementError, HpfuncError, PeerError, message
-from ._values.mesh import Mesh
+from .. import backends
+from .._errors import AgreementError, HpfuncError, PeerError, message
+from .._values.mesh import Mesh
 
 GRACE_S = 2.0
 

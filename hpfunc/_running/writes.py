@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from . import backends
-from ._errors import UsageError, message
-from ._values.array import Owner, ShardedArray, describe
-from .backends import Backend
+from .. import backends
+from .._errors import UsageError, message
+from .._values.array import Owner, ShardedArray, describe
+from ..backends import Backend
 
 UNWATCHED = -1
 HINT = (
