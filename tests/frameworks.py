@@ -38,7 +38,7 @@ def to_framework(tree: Any) -> Any:
     """Returns a tree of torch tensors as tensors of this process's framework, in memory of their own."""
     if not is_mindspore():
         return tree
-    from hpfunc.backends._mindspore_host import give
+    from hpfunc.backends.mindspore.cpu import give
 
     return optree.tree_map(lambda x: give(x.clone()) if isinstance(x, torch.Tensor) else x, tree)
 
@@ -47,7 +47,7 @@ def to_torch(tree: Any) -> Any:
     """Returns a tree of tensors as torch tensors, with the local parts of sharded arrays."""
     if not is_mindspore():
         return tree
-    from hpfunc.backends._mindspore_host import hold
+    from hpfunc.backends.mindspore.cpu import hold
 
     return optree.tree_map(lambda x: hold(x) if is_tensor(x) else x, tree)
 

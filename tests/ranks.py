@@ -57,7 +57,7 @@ class RankError(AssertionError):
 PRELOAD = [
     "hypothesis",
     "hpfunc",
-    "hpfunc.backends._torch",
+    "hpfunc.backends.torch.backend",
     "torch._dynamo",
     "torch._decomp.decompositions_for_jvp",
 ]

@@ -11,7 +11,10 @@ import torch
 
 import hpfunc as hp
 from hpfunc._running import link_probe as _probe
-from hpfunc.backends import _torch, _torch_collectives, _torch_streams, get
+from hpfunc.backends import get
+from hpfunc.backends.torch import backend as _torch
+from hpfunc.backends.torch import collectives as _torch_collectives
+from hpfunc.backends.torch import streams as _torch_streams
 from hpfunc.planning.schedule import Compute
 from tests.models import P
 from tests.ranks import Pool, mesh_of

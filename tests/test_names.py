@@ -19,7 +19,7 @@ import torch
 
 import hpfunc as hp
 from hpfunc._running.agreement import control
-from hpfunc.backends._torch_autograd import _mark
+from hpfunc.backends.torch.autograd import _mark
 from tests.ranks import Pool, mesh_of
 
 PACKAGE = Path(hp.__file__).parent

@@ -10,7 +10,7 @@ from .. import backends
 from .._values.layout import Gather
 from .._values.mesh import Mesh
 from .._values.numerics import check_sums
-from ..backends._base import Backend, Purpose
+from ..backends.protocol import Backend, Purpose
 from .agreement import control
 from .blocks import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 

@@ -25,7 +25,7 @@ from .._values.mesh import AxisNames, Mesh
 from .._values.numerics import check_sums, dtype_name
 from .._values.tree import paths
 from ..backends import uncompiled
-from ..backends._base import Backend
+from ..backends.protocol import Backend
 
 Tensor = Any
 Map = Callable[[Tensor], Tensor]

@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from .._errors import LeafError, MeshError, message
-from ._base import Backend as Backend
-from ._base import Counters as Counters
-from ._base import Inside as Inside
+from .protocol import Backend as Backend
+from .protocol import Counters as Counters
+from .unit_use import Inside as Inside
 
 # Which of them to take when several are imported: MindSpore's backend imports torch, but not the other way round.
-_MODULES = {"mindspore": "_mindspore", "torch": "_torch", "torch_npu": "_torch_npu"}
+_MODULES = {"mindspore": "mindspore.backend", "torch": "torch.backend", "torch_npu": "torch.npu"}
 
 
 _uncompiled: list[Callable[..., Any]] = []

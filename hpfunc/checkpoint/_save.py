@@ -18,7 +18,6 @@ from .._running.writes import refuse_written
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
 from ._format import Tensor, Written, sync_folder, write_file, write_text
-from ._host import host
 from ._index import INDEX, Array, Entry, Index, RankValues, Value, folder, from_data, leftovers, steps, to_data
 from ._leaves import Leaf, leaves_of, mesh_of
 from ._read import Part
@@ -190,7 +189,7 @@ class Saving:
 
     def _contents(self, copy: bool) -> tuple[list[Tensor], dict[str, Value]]:
         """Returns the tensors that this rank writes, and the values that it has of its own."""
-        bytes_of = host(self._mesh.framework).to_bytes
+        bytes_of = backends.get(self._mesh.framework).host_bytes.to_bytes
         tensors = [
             Tensor(leaf.key, leaf.dtype, tuple(leaf.local.shape), bytes_of(leaf.local, copy=copy))
             for leaf in self._leaves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, cast
 
 from .. import backends
@@ -12,7 +11,7 @@ from .._values.array import ShardedArray, check_sharded, describe, is_sharded, l
 from .._values.layout import Layout
 from .._values.mesh import AxisNames, Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
-from ._base import Bridge, Placements
+from ..backends.interop import DTensors, Placements
 
 _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"
 
@@ -24,8 +23,8 @@ _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"
 # facts.
 
 
-def bridge() -> Bridge:
-    return cast(Bridge, importlib.import_module("._torch", __package__).BRIDGE)
+def bridge() -> DTensors:
+    return cast(DTensors, backends.get("torch").interop)
 
 
 def _check_framework(function: str, mesh: Mesh) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from .. import backends
 from .._errors import LeafError, SpecError, message
@@ -14,14 +12,8 @@ from .._transforms.shard import leaf_specs
 from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._values.mesh import Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
-from ._base import Shared
 
 _FROM, _TO = "hpfunc.interop.from_local", "hpfunc.interop.to_numpy"
-
-
-@cache
-def _shared_by(framework: str) -> Shared:
-    return cast(Shared, importlib.import_module(f"._{framework}", __package__).BRIDGE)
 
 
 def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
@@ -74,7 +66,7 @@ class _Shape:
 
 def _shared(local: Any, mesh: Mesh) -> Any:
     try:
-        tensor = _shared_by(mesh.framework).as_tensor(local)
+        tensor = backends.get(mesh.framework).interop.as_tensor(local)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         hint = "a tensor, a numpy array that may be written to, or what has __dlpack__"
         rule = f"the memory of a {type(local).__name__} cannot be shared: {error}"
@@ -107,7 +99,7 @@ def to_numpy(tree: Any) -> Any:
     parts, bad = [], []
     for name, leaf in zip(paths(tree, "tree", is_sharded), leaves, strict=True):
         try:
-            parts.append(_shared_by(leaf.mesh.framework).as_numpy(leaf._value))
+            parts.append(backends.get(leaf.mesh.framework).interop.as_numpy(leaf._value))
         except TypeError:
             bad.append(f"{name}: {describe(leaf)}, {leaf.dtype} on {leaf.mesh.device}")
     if bad:

@@ -17,7 +17,7 @@ _NAME = "hpfunc.ModuleFunction"
 
 
 class Skeleton(Protocol):
-    """A module's copy without its weights; see Note [The copy] in ``_torch_skeleton``.
+    """A module's copy without its weights; see Note [The copy] in `nn.torch.skeleton`.
 
     Attributes:
         module: the copy.

@@ -14,7 +14,7 @@ Tensor = Any
 
 
 def _made_by(framework: str) -> Any:
-    return importlib.import_module(f"._{framework}_module", __package__)
+    return importlib.import_module(f".{framework}.module", __package__)
 
 
 def _of(module: Any) -> Any:

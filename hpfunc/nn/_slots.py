@@ -1,6 +1,6 @@
 """What frameworks share of a module's copy: the call that runs, and the places of the copy that it fills.
 
-See Note [The copy] in ``_torch_skeleton``.
+See Note [The copy] in `nn.torch.skeleton`.
 """
 
 from __future__ import annotations

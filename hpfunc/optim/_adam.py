@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .._errors import LeafError, message
-from ._foreach import Foreach
+from ..backends.foreach import Foreach
 from ._leaves import Leaves, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer, decays_of
 from ._schedules import LearningRate, as_schedule, check_number

@@ -14,7 +14,7 @@ from .._errors import LeafError, PolicyError, SpecError, UsageError, message
 from .._values.array import describe, is_sharded
 from .._values.partition import Where, selector
 from .._values.tree import dotted_paths, unflatten
-from ._foreach import Foreach
+from ..backends.foreach import Foreach
 from ._leaves import Leaves, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 

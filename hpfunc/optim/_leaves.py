@@ -16,7 +16,7 @@ from .._transforms.freeze import marks_of
 from .._values.array import describe, is_sharded
 from .._values.numerics import has_sums
 from .._values.tree import flatten, paths, unflatten
-from ._foreach import Foreach, foreach
+from ..backends.foreach import Foreach
 
 Tensor = Any
 
@@ -102,7 +102,7 @@ def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> t
         raise LeafError(
             message(function, f"{name} has leaves of 8-bit floats, which have no arithmetic", bad, hint=hint)
         )
-    return leaves, foreach(backend.name)
+    return leaves, backend.foreach
 
 
 def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:

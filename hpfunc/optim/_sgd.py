@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .._errors import LeafError, PolicyError, message
-from ._foreach import Foreach
+from ..backends.foreach import Foreach
 from ._leaves import leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 from ._schedules import LearningRate, as_schedule, check_number

@@ -9,7 +9,10 @@ import torch
 
 from hpfunc._running import eager as _eager
 from hpfunc._running import planned as _execute
-from hpfunc.backends import _torch, _torch_autograd, _torch_borrowed, _torch_saved
+from hpfunc.backends.torch import autograd as _torch_autograd
+from hpfunc.backends.torch import backend as _torch
+from hpfunc.backends.torch import borrowed as _torch_borrowed
+from hpfunc.backends.torch import saved_tensors as _torch_saved
 
 Tensor = torch.Tensor
 

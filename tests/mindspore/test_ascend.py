@@ -59,9 +59,9 @@ def test_every_name_exists(pool: Callable[..., Pool], path: str) -> None:
 
 
 def missing(rank: int) -> dict[str, list[str]]:
-    from hpfunc.backends import _base
-    from hpfunc.backends._mindspore_ascend import MindSporeAscend
-    from hpfunc.backends._mindspore_host import MindSporeHost
+    from hpfunc.backends import protocol as _base
+    from hpfunc.backends.mindspore.ascend import MindSporeAscend
+    from hpfunc.backends.mindspore.cpu import MindSporeHost
 
     parts = (_base.Processes, _base.Memory, _base.Communication, _base.Differentiation)
     names = [name for part in parts for name in vars(part) if not name.startswith("_")]
@@ -101,7 +101,7 @@ def noted(rank: int) -> tuple[list[str], list[bool]]:
 
     import mindspore
 
-    from hpfunc.backends import _mindspore_ascend as ascend
+    from hpfunc.backends.mindspore import ascend
 
     log: list[str] = []
     backend = ascend.MindSporeAscend()

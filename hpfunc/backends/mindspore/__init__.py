@@ -1,0 +1,1 @@
+"""MindSpore: its tensors, streams, collectives and autograd."""

@@ -1,0 +1,306 @@
+"""MindSpore on Ascend: HCCL by `mindspore.mint.distributed`, streams and events by `mindspore.runtime`.
+
+It needs an Ascend and has not run on the machines that test this project. What those check is that every name it calls
+exists in MindSpore 2.10 with these arguments, and which stream each op goes to. There the runtime's tensors are
+MindSpore's own: in-place operators write, and slices, `reshape`, `view` and `permute` are views.
+
+# Note [Send buffers]
+A gather sends either from a buffer of its own, or from the sender's slice of the output. Weights that travel alone send
+from the shard itself. Packed weights were put into a message first, and the message goes into this rank's slice of
+the output, so that HCCL works in place: a bare gather passes with either, but with fused messages, prefetch and freed
+buffers together a separate send buffer was reported to fail (error 2). `MindSporeAscend.packed_sends_from` chooses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+import mindspore
+from mindspore import mint, ops, runtime
+from mindspore.mint import distributed
+
+from ..._errors import MeshError, message
+from ..protocol import Collective, Counters, Poll, Purpose, World
+from .common import MindSporeDifferentiation
+from .foreach import DeviceForeach
+from .host_bytes import MindSporeHostBytes
+from .shared_memory import MindSporeInterop
+from .units import Bridge, dtype_of
+
+Tensor = Any
+STORE_PORT_OFFSET = 1  # the status board, beside the port at which the processes meet
+
+
+class _Point:
+    """A point on a stream."""
+
+    __slots__ = ("event", "label")
+
+    def __init__(self, label: str, event: Any) -> None:
+        self.label, self.event = label, event
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once the device has come to this point; the host waits for it, so this serves pictures only."""
+        self.event.synchronize()
+        callback()
+
+
+class _Streams:
+    """Every op is enqueued on a stream, waits are edges between streams, the host never blocks."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Any] = {}
+        self.caller: Any = None  # the caller's stream, while an op is issued on another one
+
+    def _stream(self, name: str) -> Any:
+        if name == "compute":
+            return self.caller or runtime.current_stream()
+        if name not in self.streams:
+            self.streams[name] = runtime.Stream()
+        return self.streams[name]
+
+    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> _Point:
+        target, self.caller = self._stream(stream), self._stream("compute")
+        try:
+            with runtime.StreamCtx(target):
+                for pending in waits:
+                    target.wait_event(pending.event)
+                for handle in work() or ():
+                    handle.wait()  # an edge from the communicator's own stream; the host goes on
+                event = runtime.Event()
+                event.record(target)
+        finally:
+            self.caller = None
+        return _Point(label, event)
+
+    def wait(self, pending: Any, poll: Poll) -> None:
+        self._stream("compute").wait_event(pending.event)
+
+    def runs_at_once(self) -> bool:
+        return False
+
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        return runtime.StreamCtx(self._stream(stream))
+
+
+class MindSporeAscend(MindSporeDifferentiation):
+    """See `Backend`.
+
+    Attributes:
+        packed_sends_from: where a message of several weights is sent from: this rank's slice of the output, or the
+            message itself. See Note [Send buffers].
+    """
+
+    name = "mindspore"
+    packed_sends_from: Literal["slice", "message"] = "slice"
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.foreach = DeviceForeach()
+        self.host_bytes = MindSporeHostBytes()
+        self.interop = MindSporeInterop(self)
+        self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order, nothing must be drained
+        self._groups: dict[tuple[object, ...], str] = {}
+        self._streams = _Streams()
+        self._store: Any = None
+        self._messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    # --- processes -------------------------------------------------------------------------------------------------
+    def join(self, timeout_s: float, device: str | None = None) -> World:
+        if device is not None and not device.startswith("npu"):
+            hint = "call mindspore.set_device('CPU') before anything else"
+            raise MeshError(message("hpfunc.make_mesh", f"MindSpore runs on Ascend, not on {device!r}", hint=hint))
+        place = _place(timeout_s)
+        if place is not None and not distributed.is_initialized():
+            distributed.init_process_group(**place)
+        device = device or f"npu:{os.environ.get('LOCAL_RANK', os.environ.get('DEVICE_ID', '0'))}"
+        if not distributed.is_initialized():
+            return World(0, 1, device)
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        if self._store is None:
+            host, port = _address()
+            timeout = timedelta(seconds=timeout_s)
+            self._store = distributed.TCPStore(host, port + STORE_PORT_OFFSET, None, rank == 0, timeout)
+        return World(rank, size, device)
+
+    def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> str:
+        if not distributed.is_initialized():
+            raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
+        key = ranks, purpose
+        if key not in self._groups:
+            made = distributed.new_group(list(ranks), group_desc=f"hpfunc {purpose}", use_local_synchronization=True)
+            self._groups[key] = made
+        return self._groups[key]
+
+    def abort(self) -> None:
+        for group in self._groups.values():
+            distributed.destroy_process_group(group)
+        self._groups.clear()
+
+    def post(self, key: str, text: str) -> None:
+        if self._store is not None:
+            self._store.set(key, text)
+            self._store.add(f"{key}/written", 1)
+
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        if self._store is None:
+            return {}
+        written = [key for key in keys if self._store.add(f"{key}/written", 0)]  # `get` would wait for the others
+        return {key: self._store.get(key).decode() for key in written}
+
+    def exchange(self, group: str, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
+        found: list[Any] = [None] * distributed.get_world_size(group)
+        start = time.perf_counter()
+        distributed.all_gather_object(found, list(numbers), group)
+        poll(label, time.perf_counter() - start)
+        return found
+
+    def exchange_text(self, group: str, text: str) -> list[str]:
+        found: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(found, text, group)
+        return found
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+    def device_of(self, tensor: Tensor) -> str:
+        return "npu"
+
+    def dtype_name(self, tensor: Tensor) -> str:
+        return str(tensor.dtype).lower()
+
+    def item_bytes(self, dtype: str) -> int:
+        return mindspore.Tensor(0, dtype_of(dtype)).itemsize
+
+    def is_floating(self, dtype: str) -> bool:
+        return "float" in dtype
+
+    def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> Tensor:
+        made = (mint.zeros if zero else mint.empty)(tuple(shape), dtype=dtype_of(dtype))
+        self._messages[id(made)] = made
+        return made
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        return ops.stop_gradient(tensor)
+
+    def give(self, tensor: Tensor) -> Tensor:
+        self._messages.pop(id(tensor), None)  # a shard from now on
+        return tensor
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        self.counters.bytes_copied += tensor.nbytes
+        return tensor.contiguous()
+
+    def adopt(self, gradient: Tensor) -> None:
+        return None  # MindSpore does not tell who else has it
+
+    def digest(self, tensor: Tensor) -> int:
+        return int.from_bytes(hashlib.blake2b(tensor.asnumpy().tobytes(), digest_size=7).digest(), "big")
+
+    def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:
+        target.copy_(source if divisor == 1 else mint.div(source, divisor))
+        self.counters.bytes_copied += target.nbytes
+
+    def copy_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in copies:
+            self.copy(target, source)
+
+    def fill(self, target: Tensor, value: float) -> None:
+        floating = self.is_floating(self.dtype_name(target))
+        target.fill_(value if floating or value == value else 0)  # noqa: PLR0124 - an integer has no NaN
+
+    def sum_parts(self, target: Tensor, parts: Sequence[Tensor]) -> None:
+        target.copy_(parts[0])
+        for part in parts[1:]:
+            target.add_(part)
+        self.counters.bytes_copied += target.nbytes
+
+    def add(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
+        return mint.add(self.cast(self.detach(left), dtype), self.cast(self.detach(right), dtype)).contiguous()
+
+    def accumulate(self, target: Tensor, source: Tensor) -> None:
+        target.add_(self.cast(self.detach(source), self.dtype_name(target)))
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        return tensor if self.dtype_name(tensor) == dtype else tensor.to(dtype_of(dtype))
+
+    def divide(self, tensor: Tensor, divisor: int) -> None:
+        tensor.div_(divisor)
+
+    # --- communication ---------------------------------------------------------------------------------------------
+    def ordered_sums(self, device: str) -> bool:
+        return False
+
+    def streams(self, device: str) -> _Streams:
+        return self._streams
+
+    def launch(
+        self, collective: Collective, group: str, sends: Sequence[Tensor], receives: Sequence[Tensor]
+    ) -> list[Any]:
+        size, handles = distributed.get_world_size(group), []
+        share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)
+        for send, receive in zip(sends, receives, strict=True):
+            if send.size:
+                self.counters.count(collective, int(send.nbytes * share))
+                source = self._send_buffer(group, send, receive) if collective == "all_gather" else send
+                handles.append(_start(collective, group, source.view(-1), receive.view(-1)))
+        return handles
+
+    def _send_buffer(self, group: str, send: Tensor, receive: Tensor) -> Tensor:
+        """Returns where to send from: the one place that decides it. See Note [Send buffers]."""
+        if self.packed_sends_from == "message" or id(send) not in self._messages:
+            return send
+        place = distributed.get_process_group_ranks(group).index(distributed.get_rank())
+        own = receive[place * send.size : (place + 1) * send.size]
+        own.copy_(send)
+        return own
+
+    def broadcast(self, group: str, tensor: Tensor, source: int) -> list[Any]:
+        self.counters.count("broadcast", tensor.nbytes)
+        rank = distributed.get_process_group_ranks(group)[source]
+        return [distributed.broadcast(tensor, rank, group=group, async_op=True)]
+
+    def permute(
+        self, group: str, send: Tensor, receive: Tensor, target: int | None, source: int | None
+    ) -> Sequence[Any]:
+        ranks, work = distributed.get_process_group_ranks(group), []
+        if target is not None:
+            work.append(distributed.P2POp("isend", send, ranks[target], group))
+            self.counters.count("permute", send.nbytes)
+        if source is not None:
+            work.append(distributed.P2POp("irecv", receive, ranks[source], group))
+        return distributed.batch_isend_irecv(work) if work else []
+
+
+def _start(collective: Collective, group: str, send: Tensor, receive: Tensor) -> Any:
+    if collective == "all_gather":
+        return distributed.all_gather_into_tensor(receive, send, group=group, async_op=True)
+    if collective == "reduce_scatter":
+        return distributed.reduce_scatter_tensor(receive, send, group=group, async_op=True)
+    if collective == "all_to_all":
+        return distributed.all_to_all_single(receive, send, group=group, async_op=True)
+    return distributed.all_reduce(send, group=group, async_op=True)
+
+
+def _address() -> tuple[str, int]:
+    host = os.environ.get("MASTER_ADDR", os.environ.get("MS_SCHED_HOST", "127.0.0.1"))
+    return host, int(os.environ.get("MASTER_PORT", os.environ.get("MS_SCHED_PORT", "8118")))
+
+
+def _place(timeout_s: float) -> dict[str, Any] | None:
+    """Returns how this process joins the others: by torchrun's variables, by msrun's own network, or not at all."""
+    if "MS_SCHED_HOST" in os.environ:
+        return {}
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    host, port = _address()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=timeout_s)
+    return {"init_method": f"tcp://{host}:{port}", "rank": rank, "world_size": size, "timeout": timeout}

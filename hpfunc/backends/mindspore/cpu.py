@@ -1,0 +1,177 @@
+"""MindSpore on CPU: the caller's tensors are MindSpore's, the runtime's own are torch's, and both see the same memory.
+
+MindSpore's operators on a CPU cannot write into a tensor, and its CPU collectives have no reduce-scatter, never overlap
+and write nothing into views. So the runtime holds its buffers as torch tensors, moves them with gloo, and everything
+that the torch backend does to host memory is done here by the same code. A buffer reaches the caller (`give`) and a
+tensor of the caller's reaches the runtime (`detach`) without a copy, through numpy.
+
+# Note [Queued operators]
+MindSpore dispatches operators to a queue. The runtime may read what one of them computes, or write into what one of
+them reads, only once the queue is drained. ``asnumpy()`` drains it, so whatever comes through `detach` is complete; the
+tape drains it before whole weights are released, and `fill` before it poisons a freed buffer. Dropping a buffer that
+queued operators read is safe: they hold it.
+
+# Note [Threads that poll]
+MindSpore 2.10 has threads that poll without a pause. On cores that ranks share they take the time of who computes:
+
+- Each of its queues has one, for as long as the process lives, and who drains a queue polls it too. With
+  ``MS_DEV_HOST_BLOCKING_RUN=1`` the caller runs each operator itself, and none of them begins. It is read at the first
+  operator.
+- An operator has the threads of a pool: as many as torch has, where ``OMP_NUM_THREADS`` says how many.
+- At least two of the pool remain. One of them polls 300,000 times after each operator, until a graph has run: the end
+  of a graph sets that to 1.
+
+None of it changes a result. What a program has set itself, ``MS_DEV_HOST_BLOCKING_RUN=0`` or
+`mindspore.device_context.cpu.op_tuning.threads_num`, stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import mindspore
+import numpy as np
+import torch
+import torch.distributed as dist
+from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
+from mindspore.device_context.cpu import op_tuning
+from mindspore.graph.api import _pynative_executor as executor
+
+from ..._errors import MeshError, message
+from ..interop import SharedMemory
+from ..protocol import World
+from ..torch.backend import TorchBackend
+from .common import MindSporeDifferentiation
+from .foreach import HostForeach
+from .host_bytes import MindSporeHostBytes
+from .shared_memory import MindSporeInterop
+from .units import Bridge, dtype_of
+
+Tensor = Any
+
+
+def hold(tensor: Tensor) -> torch.Tensor:
+    """Returns a MindSpore tensor as the runtime holds it, once it is computed. A strided one is copied."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    array = tensor.asnumpy()
+    if array.dtype == numpy_bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def give(tensor: Tensor) -> mindspore.Tensor:
+    """Returns a tensor of the runtime as a MindSpore one. A strided one is copied: MindSpore takes no others."""
+    if isinstance(tensor, mindspore.Tensor):
+        return tensor
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return mindspore.Tensor.from_numpy(tensor.view(torch.int16).numpy().view(numpy_bfloat16))
+    return mindspore.Tensor.from_numpy(tensor.numpy())
+
+
+class MindSporeHost(MindSporeDifferentiation, TorchBackend):
+    """See `Backend`."""
+
+    name = "mindspore"
+
+    def __init__(self) -> None:
+        super().__init__()
+        with suppress(RuntimeError):  # too late: an operator has run, and it was on the CPU
+            mindspore.set_device("CPU")  # the first operator would choose another one
+        _stop_polling()
+        self.bridge = Bridge(hold, self.give, executor.sync)
+        self.foreach = HostForeach(self, TorchBackend.foreach)
+        self.host_bytes = MindSporeHostBytes()
+
+    @property
+    def interop(self) -> SharedMemory:
+        return MindSporeInterop(self, super().interop)
+
+    # --- processes -------------------------------------------------------------------------------------------------
+    def join(self, timeout_s: float, device: str | None = None) -> World:
+        if device not in (None, "cpu"):
+            rule = f"MindSpore runs on the CPU in this process, but the mesh asks for {device!r}"
+            hint = "install MindSpore for that device; its name is chosen with mindspore.set_device"
+            raise MeshError(message("hpfunc.make_mesh", rule, hint=hint))
+        if "MS_SCHED_HOST" in os.environ and "RANK" not in os.environ and not dist.is_initialized():
+            _meet_as_msrun(timeout_s)
+        return super().join(timeout_s, "cpu")
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+    def device_of(self, tensor: Tensor) -> str:
+        return "cpu"
+
+    def dtype_name(self, tensor: Tensor) -> str:
+        if isinstance(tensor, torch.Tensor):
+            return super().dtype_name(tensor)
+        return str(tensor.dtype).lower()
+
+    def detach(self, tensor: Tensor) -> torch.Tensor:
+        return hold(tensor)
+
+    def give(self, tensor: Tensor) -> mindspore.Tensor:
+        if not tensor.is_contiguous():
+            self.counters.bytes_copied += tensor.nbytes
+        return give(tensor)
+
+    def contiguous(self, tensor: Tensor) -> torch.Tensor:
+        return super().contiguous(hold(tensor))
+
+    def adopt(self, gradient: Tensor) -> None:
+        return None  # MindSpore does not tell who else has it
+
+    def digest(self, tensor: Tensor) -> int:
+        return super().digest(hold(tensor))
+
+    def copy(self, target: torch.Tensor, source: Tensor, divisor: int = 1) -> None:
+        super().copy(target, hold(source), divisor)
+
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, Tensor]]) -> None:
+        super().copy_all([(target, hold(source)) for target, source in copies])
+
+    def fill(self, target: torch.Tensor, value: float) -> None:
+        executor.sync()  # see Note [Queued operators]
+        super().fill(target, value)
+
+    def add(self, left: Tensor, right: Tensor, dtype: str) -> torch.Tensor:
+        return super().add(hold(left), hold(right), dtype)
+
+    def accumulate(self, target: torch.Tensor, source: Tensor) -> None:
+        super().accumulate(target, hold(source))
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        if isinstance(tensor, torch.Tensor):
+            return super().cast(tensor, dtype)
+        return tensor if self.dtype_name(tensor) == dtype else tensor.astype(dtype_of(dtype))
+
+
+def _stop_polling() -> None:
+    """Leaves the cores to those that compute. See Note [Threads that poll]."""
+    os.environ.setdefault("MS_DEV_HOST_BLOCKING_RUN", "1")
+    if "OMP_NUM_THREADS" in os.environ:
+        with suppress(RuntimeError):  # the program has set it
+            op_tuning.threads_num(torch.get_num_threads())
+    _graph(mindspore.Tensor([0.0], mindspore.float32))
+
+
+@mindspore.jit
+def _graph(x: Tensor) -> Tensor:
+    return x + x
+
+
+def _meet_as_msrun(timeout_s: float) -> None:
+    """Starts the gloo world of processes that `msrun` has started."""
+    # msrun runs the program once more, as a scheduler for MindSpore's own collectives. Nobody needs that one here: it
+    # ends, and the port that it was to serve is that of the rendezvous.
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        raise SystemExit(0)
+    rank, size = int(os.environ["RANK_ID"]), int(os.environ["MS_WORKER_NUM"])
+    method = f"tcp://{os.environ['MS_SCHED_HOST']}:{os.environ['MS_SCHED_PORT']}"
+    dist.init_process_group(
+        "gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )

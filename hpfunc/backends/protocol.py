@@ -1,0 +1,346 @@
+"""What hpfunc asks of a framework: one small typed protocol, implemented once per framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from .foreach import Foreach
+from .host_bytes import HostBytes
+from .interop import SharedMemory
+from .unit_use import Tape
+
+Tensor = Any
+Group = Any
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+Purpose = Literal["gather", "reduce_scatter", "all_reduce", "user", "control"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What this process has sent, copied and waited for.
+
+    Attributes:
+        bytes_sent: per kind of collective, bytes that leave this rank when each message goes out once.
+        collectives: per kind, how many were launched.
+        bytes_copied: bytes that the runtime copied on this rank (packing, casts, sums of received parts).
+        wait_s: seconds in which the host was blocked in a wait (CPU) or issued waits (devices).
+    """
+
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)
+    bytes_copied: int = 0
+    wait_s: float = 0.0
+
+    def copy(self) -> Counters:
+        """Returns a snapshot."""
+        return Counters(dict(self.bytes_sent), dict(self.collectives), self.bytes_copied, self.wait_s)
+
+    def since(self, earlier: Counters) -> Counters:
+        """Returns what was counted after `earlier` was taken."""
+        kinds = [kind for kind, n in self.collectives.items() if n > earlier.collectives.get(kind, 0)]
+        return Counters(
+            {kind: self.bytes_sent[kind] - earlier.bytes_sent.get(kind, 0) for kind in kinds},
+            {kind: self.collectives[kind] - earlier.collectives.get(kind, 0) for kind in kinds},
+            self.bytes_copied - earlier.bytes_copied,
+            self.wait_s - earlier.wait_s,
+        )
+
+    def count(self, collective: str, num_bytes: int) -> None:
+        """Counts one collective that sends this many bytes."""
+        self.bytes_sent[collective] = self.bytes_sent.get(collective, 0) + num_bytes
+        self.collectives[collective] = self.collectives.get(collective, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes that were started together."""
+
+    rank: int
+    size: int
+    device: str
+
+
+Poll = Callable[[str, float], None]
+"""Called while the host waits, with what it waits for and since how many seconds; may raise to end the wait."""
+
+
+class Pending(Protocol):
+    """Work that was issued: on a CPU a collective in flight, on a device a point on a stream."""
+
+    label: str
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once the work is complete, from any thread."""
+        ...
+
+
+class Streams(Protocol):
+    """Where work runs: four streams by name, ``"compute"`` being the caller's own."""
+
+    def issue(
+        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Sequence[Any] | None], poll: Poll
+    ) -> Pending:
+        """Runs `work` on a stream, after `waits`; it returns the collectives that it started, if any."""
+        ...
+
+    def wait(self, pending: Any, poll: Poll) -> None:
+        """Makes the compute stream wait."""
+        ...
+
+    def runs_at_once(self) -> bool:
+        """Returns whether local work is done as soon as it is called, so that `issue` would only call it."""
+        ...
+
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        """Returns a context in which tensors are allocated out of the memory of a stream."""
+        ...
+
+
+class Processes(Protocol):
+    """Processes and their groups."""
+
+    def join(self, timeout_s: float, device: str | None = None) -> World:
+        """Returns the world that exists, else starts it from the launcher's environment, else a world of one."""
+        ...
+
+    def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Group:
+        """Returns the communicator of these ranks for this purpose; made on first use."""
+        ...
+
+    def abort(self) -> None:
+        """Gives up every communicator; the next `group` makes new ones."""
+        ...
+
+    def post(self, key: str, text: str) -> None:
+        """Writes a note on the status board that all processes see."""
+        ...
+
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        """Returns those notes that exist."""
+        ...
+
+    def exchange(self, group: Group, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
+        """Returns the numbers of every rank of a control group."""
+        ...
+
+    def exchange_text(self, group: Group, text: str) -> list[str]:
+        """Returns the text of every rank of a control group."""
+        ...
+
+
+class Memory(Protocol):
+    """Tensors. They are opaque outside of a backend, but for `shape`, `reshape`, `permute`, slicing and arithmetic.
+
+    The caller's tensors and the runtime's own may be of two types: where a framework cannot write into a part of a
+    tensor, the runtime holds its buffers as something else. `detach` and `contiguous` give the runtime's type, `empty`
+    makes it, `give` gives the caller's; all else takes both. `is_tensor` knows the caller's.
+    """
+
+    def is_tensor(self, value: Any) -> bool:
+        """Returns whether a value is a tensor of this framework."""
+        ...
+
+    def is_abstract(self, value: Any) -> bool:
+        """Returns whether a tensor has a shape only (see `abstract`)."""
+        ...
+
+    def trains(self, tensor: Tensor) -> bool | None:
+        """Returns whether the caller wants a tensor to be trained, None if it does not say.
+
+        False is a parameter without gradient, True whatever wants a gradient. Any other tensor says nothing.
+        """
+        ...
+
+    def device_of(self, tensor: Tensor) -> str:
+        """Returns the device name of a tensor."""
+        ...
+
+    def dtype_name(self, tensor: Tensor) -> str:
+        """Returns ``"float32"`` and the like."""
+        ...
+
+    def item_bytes(self, dtype: str) -> int:
+        """Returns the bytes of one element."""
+        ...
+
+    def is_floating(self, dtype: str) -> bool:
+        """Returns whether a dtype is a real floating one."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> Tensor:
+        """Returns a new tensor."""
+        ...
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """Returns the same memory without its history, as the runtime holds it."""
+        ...
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Returns the same memory as the caller's code sees it."""
+        ...
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor, or a counted copy of it that is contiguous."""
+        ...
+
+    def adopt(self, gradient: Tensor) -> Tensor | None:
+        """Returns a gradient that `UnitUse.after_backward` got as memory that may be written, flat; None: copy it."""
+        ...
+
+    def digest(self, tensor: Tensor) -> int:
+        """Returns a number of 56 bits that depends on all bits of the elements, in order, and on nothing else."""
+        ...
+
+    def num_writes(self, tensor: Tensor) -> int | None:
+        """Returns how often the memory of a tensor of the caller's was written to, None if nobody counts it."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:
+        """Writes ``source / divisor`` into `target`, cast; counts the bytes."""
+        ...
+
+    def copy_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Writes each second tensor into the first, cast, in as few operators as may be; counts the bytes."""
+        ...
+
+    def fill(self, target: Tensor, value: float) -> None:
+        """Writes one value everywhere."""
+        ...
+
+    def sum_parts(self, target: Tensor, parts: Sequence[Tensor]) -> None:
+        """Writes the sum of `parts`, added in that order, into `target`."""
+        ...
+
+    def add(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
+        """Returns a new, contiguous sum; both are cast to `dtype` before."""
+        ...
+
+    def accumulate(self, target: Tensor, source: Tensor) -> None:
+        """Adds `source`, cast to the dtype of `target` before, to `target` in place."""
+        ...
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        """Returns the tensor in another dtype, differentiable; itself if it has that dtype."""
+        ...
+
+    def divide(self, tensor: Tensor, divisor: int) -> None:
+        """Divides in place."""
+        ...
+
+
+class Communication(Protocol):
+    """Collectives."""
+
+    def ordered_sums(self, device: str) -> bool:
+        """Returns whether reductions on this device are sums in rank order that hpfunc does itself."""
+        ...
+
+    def streams(self, device: str) -> Streams:
+        """Returns the streams of a device."""
+        ...
+
+    def launch(
+        self, collective: Collective, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]
+    ) -> Sequence[Any]:
+        """Starts collectives into given, contiguous outputs; see `Launch` in the schedule for shapes."""
+        ...
+
+    def broadcast(self, group: Group, tensor: Tensor, source: int) -> Sequence[Any]:
+        """Starts a broadcast, in place, from a place of the group."""
+        ...
+
+    def permute(
+        self, group: Group, send: Tensor, receive: Tensor, target: int | None, source: int | None
+    ) -> Sequence[Any]:
+        """Starts a send to and a receive from places of the group (None: nothing). All of its ranks call this."""
+        ...
+
+
+class Differentiation(Protocol):
+    """Everything that differs between the frameworks' autograd systems."""
+
+    def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+        """Makes a type known to the framework's own pytrees, so that its transforms accept it."""
+        ...
+
+    def tape(self, device: str) -> Tape:
+        """Returns what one differentiation needs."""
+        ...
+
+    def linear(
+        self, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor
+    ) -> Tensor:
+        """Returns ``forward(x)``, a linear map with this transpose, differentiable any number of times.
+
+        None is a map that may not be differentiated.
+        """
+        ...
+
+    def is_transformed(self, tensors: Iterable[Tensor]) -> bool:
+        """Returns whether an outer transform differentiates or maps these tensors (leaf form is needed)."""
+        ...
+
+    def use_plain(
+        self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls ``fn(wholes, ...)``, which is not differentiated, and refuses escapes and writes into the weights."""
+        ...
+
+    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
+        """Returns a context in which new tensors may be differentiated later, whatever mode the caller has put on.
+
+        It yields the map from the caller's leaves to such tensors in the same memory; None where they all are.
+        """
+        ...
+
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        """Makes the framework's compiler call a function, and what that calls, as they are."""
+        ...
+
+    def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        """Returns a context in which operators only compute shapes; it yields the map from tensors to abstract ones."""
+        ...
+
+    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], Callable[[int, Tensor], Any]]) -> Any:
+        """Returns ``init_fn()`` with ``keep(index, leaf)`` for each leaf, one leaf whole at a time.
+
+        ``keep = prepare(tree)`` is made from the tree without data.
+        """
+        ...
+
+
+class Randomness(Protocol):
+    """The framework's global random generators."""
+
+    def random_states(self, device: str) -> list[bytes]:
+        """Returns their states: of the host's, of the device's; none where the framework's cannot be read."""
+        ...
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        """Sets the one at a place of those."""
+        ...
+
+
+class Backend(Processes, Memory, Communication, Differentiation, Randomness, Protocol):
+    """A framework."""
+
+    name: str
+    counters: Counters
+
+    @property
+    def foreach(self) -> Foreach:
+        """Arithmetic on lists of tensors, for optimizers."""
+        ...
+
+    @property
+    def host_bytes(self) -> HostBytes:
+        """Tensors as bytes in the memory of the host, for checkpoints."""
+        ...
+
+    @property
+    def interop(self) -> SharedMemory:
+        """Tensors in the memory of other libraries."""
+        ...

@@ -1,0 +1,1 @@
+"""torch: its tensors, streams, collectives, autograd and modes."""

@@ -1,0 +1,401 @@
+"""All of torch's autograd that hpfunc relies on: VJP nodes, saved-tensor hooks, gates, and the leaf form.
+
+# Note [Anchor and tokens]
+Shards are no differentiable leaves: autograd would add up, cast and read gradients before their collectives are done.
+The one leaf is a dummy *anchor*. The whole weights of a unit use are outputs of a node whose backward hands the
+gradients to the run and returns nothing. The unit's outputs pass a *gate* whose backward runs first of all in the unit.
+Both nodes also exchange a *token*, and every gate's token is a root of the backward: so the engine visits both nodes of
+every use, in reverse call order, on every rank, whether or not the use reached the loss. Nodes run by sequence number,
+highest
+first: the weights' node is older than all of the unit's operations and younger than everything before the unit, so that
+it runs just between them, also where a unit has no trainable weight.
+
+# Note [Recomputation comes first]
+Activation checkpointing recomputes everything inside it when the first tensor that it did not save is asked for. Left
+alone that is in the middle of a unit's backward, and other units would be called within it. So the weights' node saves
+its anchor, first of all in the unit, and the gate asks for it before the unit's backward begins: whatever recomputes
+the unit does so there. Calls and backwards of units then follow one another, and can be planned.
+
+# Note [Weights that outlive their unit]
+A checkpoint inside of a unit keeps what its function closes over, and what is no tensor among its arguments, say a dict
+of weights: no hook sees that. These very tensors are what it will compute with again. So a tensor that somebody still
+holds when the unit has returned is emptied, and gets the whole weight of the moment while the unit's backward is open.
+
+# Note [Differentiation inside of the loss]
+A loss may call `torch.autograd.grad` itself: for forces, for a gradient penalty, for an adversarial example. Its engine
+visits gates and the operations of units, and no weights' node, unless weights are differentiated too, which is refused.
+The unit's weights are gathered once more for it, like those of a call without backward, and copied: the copies are the
+caller's memory, and last until that engine ends, or for as long as a graph of second order keeps them. What torch saves
+knows its place in the graph, so the second order reaches the weights' node by itself. A graph that the inner engine
+frees has no other backward: its token is no root any more, and the use expects nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import optree
+import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from ..._errors import LeafError, UsageError, message
+from ..unit_rules import is_called_by, refusing_writes
+from ..unit_use import UnitUse
+from . import borrowed
+from .arguments import Arguments, refuse, refuse_changes
+from .modes import differentiating, ordinary
+from .saved_tensors import Saving, Wholes, during, enclosing_hooks, storage_of
+
+Tensor = torch.Tensor
+_graph_task = torch._C._current_graph_task_id  # of the engine that runs on this thread, -1 if none does
+
+
+class _Wholes(torch.autograd.Function):
+    """The whole weights of one use, and a token. See Note [Anchor and tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Wholes, wholes: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        use = held.use
+        ctx.use, ctx.held, ctx.outliving = use, held, _Outliving()
+        if use.scope is not None:  # see Note [Recomputation comes first]
+            ctx.save_for_backward(anchor)
+        outputs = tuple(whole.detach() for whole in wholes)
+        frozen = [out for out, trainable in zip(outputs, use.trainable, strict=True) if not trainable]
+        ctx.mark_non_differentiable(*frozen)
+        return (*outputs, anchor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        taken = borrowed.take(gradients[:-1])  # first: a gradient may be one of the weights that outlive their unit
+        ctx.outliving.empty()
+        ctx.held.end()
+        ctx.use.after_backward(taken)
+        return None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    """The outputs of one use, and a token. See Note [Anchor and tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, use: UnitUse, node: Any, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.use, ctx.node, ctx.is_freed = use, node, False
+        return (*(out.detach() for out in outputs), token.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        inner = ctx.use.inner()
+        if inner is None:
+            _begin_backward(ctx)
+        else:
+            _begin_inner_backward(ctx, inner)
+        return None, None, None, *gradients[:-1]
+
+
+def _begin_backward(gate: Any) -> None:
+    use, node, gate.node = gate.use, gate.node, None
+    if gate.is_freed:
+        hint = "pass retain_graph=True there, or call the unit again for the loss"
+        rule = f"torch.autograd.grad inside of the loss freed the graph of the unit {use.label!r}, which the loss uses"
+        raise UsageError(message("hpfunc.unit", rule, hint=hint))
+    if use.scope is not None:
+        _ = node.saved_tensors  # see Note [Recomputation comes first]
+    use.before_backward()
+    node.outliving.fill(node.held)
+    node.held.begin()
+
+
+def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
+    """See Note [Differentiation inside of the loss]."""
+    use, node = gate.use, gate.node
+    copies = [whole.clone() for whole in inner.before_forward()]
+    inner.after_forward()
+    node.held.at_hand = copies
+    node.outliving.fill(node.held)
+    node.held.begin()
+    if use.scope is not None:
+        _ = node.saved_tensors
+
+    keeps = keeps_graph()
+
+    def end() -> None:
+        node.held.end()
+        if not keeps:  # else the graph of this backward may have saved such a weight, for the outer one to read
+            node.outliving.empty()
+
+    cast(Any, torch.autograd.Variable._execution_engine).queue_callback(end)
+    if not keeps:
+        gate.is_freed = True
+        use.dismiss()
+
+
+# What `Function.apply` does before it calls these is for transforms of torch.func, of which none is active here.
+_apply_wholes = cast(Any, super(torch.autograd.Function, _Wholes)).apply
+_apply_gate = cast(Any, super(torch.autograd.Function, _Gate)).apply
+
+
+class _Outliving:
+    """See Note [Weights that outlive their unit]."""
+
+    def __init__(self) -> None:
+        self.refs: list[tuple[int, weakref.ref[Tensor]]] = []
+
+    def give(self, use: UnitUse, weights: Sequence[Tensor]) -> None:
+        """Notes the released weights, which are about to be given to the unit."""
+        self.refs = [(i, weakref.ref(w)) for i, w in enumerate(weights) if use.released[i]]
+
+    def empty(self) -> None:
+        """Takes the memory away from those that are still held."""
+        self.refs = [(i, ref) for i, ref in self.refs if ref() is not None]
+        for _, ref in self.refs:
+            if (weight := ref()) is not None:
+                weight.data = weight.data.new_empty(0)
+
+    def fill(self, held: Wholes) -> None:
+        """Gives them the whole weights of the moment."""
+        for i, ref in self.refs:
+            if (weight := ref()) is not None:
+                weight.data = held[i]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map and its transpose, closed under differentiation of any kind and order."""
+
+    @staticmethod
+    def forward(x: Tensor, forward: Any, transpose: Any) -> Tensor:
+        return forward(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.forward_map, ctx.transpose_map = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
+        return linear(ctx.transpose_map, ctx.forward_map, gradient), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return linear(ctx.forward_map, ctx.transpose_map, tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, forward: Any, transpose: Any) -> tuple[Tensor, int]:
+        # Maps address dims from the front and leave further ones alone, so the mapped dim goes to the end.
+        assert in_dims[0] is not None
+        out = linear(forward, transpose, x.movedim(in_dims[0], -1))
+        return out, out.dim() - 1
+
+
+def linear(forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
+    """Returns ``forward(x)`` with this transpose; None is a map that may not be differentiated."""
+    if transpose is None:
+        if is_transformed([x]) and torch.is_grad_enabled():
+            raise UsageError(message("hpfunc", "this collective has no derivative", hint="call it on x.detach()"))
+        return forward(x)
+    return _Linear.apply(x, forward, transpose)
+
+
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether torch.func is active, or one of the tensors takes part in a differentiation."""
+    if peek_interpreter_stack() is not None:
+        return True
+    records = torch.is_grad_enabled()
+    return any(
+        (records and tensor.requires_grad) or forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+
+
+def _mark(hook: Any) -> object:
+    """Returns what stands for a hook, equal to what stands for the same one only, and does not keep it alive."""
+    try:
+        return weakref.ref(hook)
+    except TypeError:  # an object of the caller's that cannot be referred to weakly
+        return hook
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Returns the tensors in a tree; most often it is one."""
+    return [tree] if type(tree) is Tensor else [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]) -> None:
+    owners = {storage_of(whole): name for name, whole in zip(names, wholes, strict=True)}
+    storages = [storage_of(leaf) for leaf in _tensors(outputs)]
+    escaped = [owners[storage] for storage in storages if storage in owners]
+    if escaped:
+        hint = "return a copy (`w.clone()`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
+        raise UsageError(
+            message("hpfunc.unit", "a gathered weight escapes from the unit as an output", escaped, hint=hint)
+        )
+
+
+def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``fn(wholes, ...)`` without hooks, and refuses writes into the weights and escapes."""
+    wholes = [whole.detach() for whole in wholes]
+    with refusing_writes(wholes, names):
+        outputs = fn(wholes, *args, **kwargs)
+    _refuse_escapes(wholes, outputs, names)
+    return outputs
+
+
+def _recording(
+    fn: Callable[..., Any], held: Wholes, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
+) -> Any:
+    """Calls ``fn(weights, ...)``, which autograd records without keeping the whole weights; refuses what may not be."""
+    names = held.use.names
+    with refusing_writes(wholes, names):
+        outputs = during(held, wholes, lambda: fn(weights, *args, **kwargs))
+    _refuse_escapes(wholes, outputs, names)
+    return outputs
+
+
+def _forgetting(
+    fn: Callable[..., Any], held: Wholes, wholes: Sequence[Tensor], weights: Sequence[Tensor], anchor: Tensor,
+    args: Any, kwargs: Any,
+) -> Any:  # fmt: skip
+    """The same, and nothing but the tensors among the arguments is kept: the rest is computed again in backward.
+
+    torch's own checkpointing does it: it restores random states and autocast, sees tensors that `fn` closes over, hands
+    the saved arguments to the enclosing hooks, and stops as soon as it has what it needs. `anchor` goes along to show
+    it the device where the arguments hold no tensor.
+    """
+    first = [(wholes, weights)]
+    leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[i] for i in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def call(_: Tensor, *tensors: Tensor) -> Any:
+        filled: list[Any] = list(rest)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
+        if not first:
+            return _recording(fn, held, *_again(held), args, kwargs)
+        given = Arguments(args, kwargs, _version)  # here: containers are made anew, so the caller's would not change
+        outputs = _recording(fn, held, *first.pop(), args, kwargs)
+        refuse_changes(held.use.label, given)
+        return outputs
+
+    with Saving(held, ()).hooks():  # for the arguments, which checkpointing saves
+        return checkpoint(call, anchor, *tensors, use_reentrant=False)
+
+
+def _version(x: Any) -> Any:
+    """Returns what changes when a tensor is written to, or a generator is drawn from."""
+    if isinstance(x, Tensor):
+        return 0 if x.is_inference() else x._version
+    return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
+
+
+def _again(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
+    weights = held.detached()
+    return [weight.detach() for weight in weights], weights
+
+
+class TorchTape:
+    """One differentiation: its anchor, its tokens and its leaves."""
+
+    def __init__(self, device: str) -> None:
+        self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        self._tokens: list[Tensor] = []
+        self._graph_task = _graph_task()
+        self.leaves: list[Tensor] = []
+
+    def close(self) -> None:
+        """Lets go of the graph, whose nodes hold the run, which holds this tape: no collector sees that circle."""
+        self._tokens.clear()
+        self.leaves.clear()
+
+    def leaf(self, local: Tensor) -> Tensor:
+        alias = ordinary(local).detach().requires_grad_()
+        self.leaves.append(alias)
+        return alias
+
+    @staticmethod
+    def is_grad_enabled() -> bool:
+        return torch.is_grad_enabled()
+
+    @staticmethod
+    def refuse_reentrant() -> None:
+        if is_called_by("CheckpointFunction."):
+            hint = "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
+
+    def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
+        if _graph_task() != self._graph_task:
+            rule = f"the unit {use.label!r} is computed again for a differentiation inside of the loss"
+            hint = "recompute by units, hpfunc.unit(fn, remat=True), in the place of a checkpoint around them"
+            raise UsageError(message("hpfunc.unit", rule, hint=hint))
+        outputs, token = self._call(fn, use, use.before_forward(), args, kwargs)
+        if token is None:
+            return outputs
+        cast(Any, token.grad_fn).outliving.empty()
+        if type(outputs) is Tensor and outputs.requires_grad:
+            output, token = _apply_gate(use, token.grad_fn, token, outputs)
+            self._tokens.append(token)
+            return output
+        leaves, treedef = optree.tree_flatten(cast(Any, outputs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        *gated, token = _apply_gate(use, token.grad_fn, token, *(leaves[i] for i in places))
+        self._tokens.append(token)
+        for i, out in zip(places, gated, strict=True):
+            leaves[i] = out
+        return optree.tree_unflatten(treedef, leaves)
+
+    def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``fn(whole weights, ...)`` again, for checkpointing: it must save what the first call saved."""
+        if use.changed and (again := Arguments(args, kwargs, _version).holding(use.changed)):
+            raise refuse(use.label, again)
+        wholes = use.before_recompute()
+        try:
+            return self._call(fn, use, wholes, args, kwargs)[0]
+        finally:  # checkpointing leaves by an exception once it has what it needs
+            use.after_recompute()
+
+    def _call(
+        self, fn: Callable[..., Any], use: UnitUse, wholes: list[Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, Tensor | None]:
+        """Returns the outputs and the token of the weights' node, if there is one."""
+        use.needs_backward = any(use.trainable) or any(
+            x.requires_grad for arg in (*args, *kwargs.values()) for x in _tensors(arg)
+        )
+        if not use.needs_backward or not torch.is_grad_enabled():
+            return use_plain(fn, wholes, use.names, *args, **kwargs), None
+        enclosing = enclosing_hooks(True)
+        use.scope = _mark(enclosing[1]) if enclosing else None
+        held = Wholes(use)
+        *weights, token = _apply_wholes(held, wholes, self._anchor)
+        token.grad_fn.outliving.give(use, weights)
+        if use.remat:
+            return _forgetting(fn, held, wholes, weights, self._anchor, args, kwargs), token
+        given = Arguments(args, kwargs, _version) if enclosing else None
+        outputs = _recording(fn, held, wholes, weights, args, kwargs)
+        if given is not None:
+            use.changed = [thing for _, _, things in given.changed() for thing in things]
+        return outputs, token
+
+    @differentiating()
+    def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
+        """See `Tape`; None is the gradient of a leaf that has no path to the loss."""
+        loss = forward()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                found = f"shape {tuple(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
+            raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
+        roots = [loss] if loss.requires_grad else []
+        seeds = [torch.ones_like(loss)] if loss.requires_grad else []
+        tokens = [token for token in self._tokens if not cast(Any, token.grad_fn).is_freed]
+        roots += tokens
+        seeds += [torch.zeros_like(token) for token in tokens]
+        if not roots:
+            return [None] * len(self.leaves)
+        gradients = torch.autograd.grad(roots, [self._anchor, *self.leaves], seeds, allow_unused=True)
+        return list(gradients[1:])

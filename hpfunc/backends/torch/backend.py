@@ -1,0 +1,317 @@
+"""torch: processes, tensors and collectives, on CPU (gloo), CUDA (NCCL) and whatever other accelerator torch knows.
+
+Where its work runs, on a CPU or on streams of an accelerator, is in `streams`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+from ..._errors import MeshError, message
+from ..foreach import Foreach
+from ..host_bytes import HostBytes
+from ..interop import SharedMemory
+from ..protocol import Collective, Counters, Poll, Purpose, World
+from . import abstract, autograd, collectives, modes
+from . import digest as digests
+from .bytes import TorchHostBytes
+from .compile import leave_alone
+from .foreach import TorchForeach
+from .streams import DeviceStreams, HostPending, HostStreams
+
+# Note [Small messages travel apart]
+# gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
+# messages of megabytes waits behind their bytes before both sides have agreed to send it, and holds up what comes after
+# it: on a link of 1 Gbit/s that is 6 to 8 ms for each, as long as a megabyte takes. Over a group of its own it costs
+# nothing. NCCL and HCCL send the messages of one launch together, so they need no second group.
+SMALL_BYTES = 1 << 16
+_SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
+
+
+class TorchBackend:
+    """See `Backend`."""
+
+    name = "torch"
+    foreach: Foreach = TorchForeach()
+    host_bytes: HostBytes = TorchHostBytes()
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._groups: dict[tuple[object, ...], Any] = {}
+        self._for_small: dict[Any, Any] = {}  # by group; see Note [Small messages travel apart]
+        self._streams: dict[str, HostStreams | DeviceStreams] = {}
+
+    @property
+    def interop(self) -> SharedMemory:
+        from .dtensor import INTEROP  # it loads much of torch
+
+        return INTEROP
+
+    # --- processes -------------------------------------------------------------------------------------------------
+    def join(self, timeout_s: float, device: str | None = None) -> World:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device is None:
+            device = "cpu" if accelerator is None else f"{accelerator.type}:{local_rank}"
+        if device != "cpu":
+            torch.accelerator.set_device_index(torch.device(device).index or 0)
+        if dist.is_initialized():
+            return World(dist.get_rank(), dist.get_world_size(), device)
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return World(0, 1, device)
+        dist.init_process_group(None if accelerator is not None else "gloo", timeout=timedelta(seconds=timeout_s))
+        atexit.register(_leave)
+        return World(dist.get_rank(), dist.get_world_size(), device)
+
+    def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
+        on_host = device == "cpu" or purpose == "control"
+        key = (ranks, purpose, on_host, timeout_s)  # meshes over the same ranks may wait for different times
+        if key not in self._groups:
+            if not dist.is_initialized():
+                raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
+            make = partial(
+                dist.new_group,
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=collectives.HOST if on_host else None,
+                use_local_synchronization=True,
+                sort_ranks=False,
+            )
+            options = partial(collectives.host_options, timeout_s=timeout_s) if on_host else lambda _: None
+            group = self._groups[key] = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
+            if on_host and purpose in _SCHEDULED:
+                small = f"{purpose} small"
+                self._for_small[group] = make(group_desc=f"hpfunc {small}", pg_options=options(small))
+        return self._groups[key]
+
+    def abort(self) -> None:
+        # The groups stay registered, so that the new ones get new names: their rendezvous must not meet the old keys.
+        groups = [*self._groups.values(), *self._for_small.values()]
+        self._groups, self._for_small = {}, {}
+        for group in groups:
+            group.abort()
+
+    def post(self, key: str, text: str) -> None:
+        if dist.is_initialized():
+            _store().set(key, text)
+
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        if not dist.is_initialized():
+            return {}
+        store = _store()
+        return {key: store.get(key).decode() for key in keys if store.check([key])}
+
+    def exchange(self, group: Any, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
+        send = torch.tensor(numbers, dtype=torch.int64)
+        receive = torch.empty(group.size() * len(numbers), dtype=torch.int64)
+        work = collectives.all_gather(receive, send, group=group, async_op=True)
+        self.streams("cpu").wait(HostPending(label, [work]), poll)
+        return receive.view(group.size(), -1).tolist()
+
+    def exchange_text(self, group: Any, text: str) -> list[str]:
+        texts: list[Any] = [None] * group.size()
+        dist.all_gather_object(texts, text, group=group)
+        return texts
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+    def is_abstract(self, value: Any) -> bool:
+        return abstract.is_abstract(value)
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def trains(self, tensor: torch.Tensor) -> bool | None:
+        return True if tensor.requires_grad else False if isinstance(tensor, torch.nn.Parameter) else None
+
+    def device_of(self, tensor: torch.Tensor) -> str:
+        return str(tensor.device)
+
+    def dtype_name(self, tensor: torch.Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def item_bytes(self, dtype: str) -> int:
+        return getattr(torch, dtype).itemsize
+
+    def is_floating(self, dtype: str) -> bool:
+        return getattr(torch, dtype).is_floating_point
+
+    def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> torch.Tensor:
+        make = modes.zeros if zero else modes.empty
+        return make(tuple(shape), dtype=getattr(torch, dtype), device=device)
+
+    def detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (modes.ordinary(tensor) if tensor.is_inference() else tensor).detach()
+
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor
+        self.counters.bytes_copied += tensor.nbytes
+        return tensor.resolve_conj().resolve_neg().contiguous()
+
+    def adopt(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        whole = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+        return gradient.view(-1) if whole else None  # nobody else has it: see `borrowed`
+
+    def digest(self, tensor: torch.Tensor) -> int:
+        return digests.digest(tensor)
+
+    def num_writes(self, tensor: torch.Tensor) -> int | None:
+        try:  # all parts of a larger tensor are counted together
+            return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else None
+        except RuntimeError:  # made in inference mode, or a wrapper of torch.func
+            return None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, divisor: int = 1) -> None:
+        with torch.no_grad():
+            if divisor == 1:
+                target.copy_(source)
+            elif source.dtype == target.dtype:
+                torch.div(source, divisor, out=target)
+            else:
+                target.copy_(source / divisor)
+        self.counters.bytes_copied += target.nbytes
+
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+        self.counters.bytes_copied += sum(target.nbytes for target, _ in copies)
+
+    def fill(self, target: torch.Tensor, value: float) -> None:
+        if math.isnan(value) and not (target.is_floating_point() or target.is_complex()):
+            value = 1 if target.dtype == torch.bool else torch.iinfo(target.dtype).min  # an integer has no NaN
+        with torch.no_grad():
+            target.fill_(value) if value else target.zero_()  # float8_e8m0fnu has no zero to be filled with
+
+    def sum_parts(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        target, *parts = map(collectives.as_added, (target, *parts))
+        with torch.no_grad():
+            if len(parts) == 1:
+                target.copy_(parts[0])
+            else:
+                torch.add(parts[0], parts[1], out=target)
+                for part in parts[2:]:
+                    target.add_(part)
+        self.counters.bytes_copied += target.nbytes
+
+    def add(self, left: torch.Tensor, right: torch.Tensor, dtype: str) -> torch.Tensor:
+        left, right = (tensor.detach().to(getattr(torch, dtype)) for tensor in (left, right))
+        return torch.add(left, right, out=torch.empty(left.shape, dtype=left.dtype, device=left.device))
+
+    def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.add_(source.detach().to(target.dtype))
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(getattr(torch, dtype))
+
+    def divide(self, tensor: torch.Tensor, divisor: int) -> None:
+        with torch.no_grad():
+            tensor.div_(divisor)
+
+    # --- communication ---------------------------------------------------------------------------------------------
+    def ordered_sums(self, device: str) -> bool:
+        return device == "cpu"
+
+    def streams(self, device: str) -> HostStreams | DeviceStreams:
+        if device not in self._streams:
+            on_host = device in ("cpu", "meta")
+            self._streams[device] = HostStreams(self.counters) if on_host else DeviceStreams(torch.device(device))
+        return self._streams[device]
+
+    def launch(
+        self, collective: Collective, group: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        pairs = [(s.view(-1), r.view(-1)) for s, r in zip(sends, receives, strict=True) if s.numel()]
+        size = group.size()
+        for send, _ in pairs:
+            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}
+            self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
+        if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
+            return [collectives.start_together(collective, group, pairs)]
+        small = self._for_small.get(group, group)
+        return [
+            collectives.start(collective, small if send.nbytes < SMALL_BYTES else group, send, receive, async_op=True)
+            for send, receive in pairs
+        ]
+
+    def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
+        self.counters.count("broadcast", tensor.nbytes)
+        return [dist.broadcast(collectives.as_carried(tensor), group=group, group_src=source, async_op=True)]
+
+    def permute(
+        self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None
+    ) -> list[Any]:
+        self.counters.count("permute", 0 if target is None else send.nbytes)
+        return collectives.permute(group, send, receive, target, source)
+
+    # --- differentiation -------------------------------------------------------------------------------------------
+    def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+        if array_type not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                array_type,
+                lambda array: (list(flatten(array)[0]), flatten(array)[1]),
+                lambda children, metadata: unflatten(metadata, children),
+            )
+
+    def tape(self, device: str) -> autograd.TorchTape:
+        return autograd.TorchTape(device)
+
+    def linear(
+        self,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        transpose: Callable[[torch.Tensor], torch.Tensor] | None,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
+        return autograd.linear(forward, transpose, x)
+
+    def is_transformed(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return autograd.is_transformed(tensors)
+
+    def use_plain(
+        self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        return autograd.use_plain(fn, wholes, names, *args, **kwargs)
+
+    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
+        return modes.ordinary_mode()
+
+    def leave_alone(self, fn: Callable[..., Any]) -> None:
+        leave_alone(fn)
+
+    def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        return abstract.abstract()
+
+    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], abstract.Keep]) -> Any:
+        return abstract.deferred(init_fn, prepare)
+
+    def random_states(self, device: str) -> list[bytes]:
+        return abstract.random_states(device)
+
+    def set_random_state(self, device: str, place: int, state: bytes) -> None:
+        abstract.set_random_state(device, place, state)
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("hpfunc", dist.distributed_c10d._get_default_store())
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+BACKEND = TorchBackend()

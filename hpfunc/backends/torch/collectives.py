@@ -1,0 +1,111 @@
+"""torch's collectives, as they are called and as they may be waited for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .bytes import as_bytes
+
+# The two have new names from 2.13 on, and warn under the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# Neither gloo nor NCCL knows all of torch's dtypes, so what they only carry travels as bytes if they do not know it.
+KNOWN = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+}
+
+# Note [One device for each purpose]
+# gloo as torch makes it has a network device for each group, with a thread that polls a hundred times a second for as
+# long as the process lives, also when the group was given up after a failure. So here all groups of a purpose share a
+# device. `new_group` hands options to registered backends only.
+HOST = "hpfunc_gloo"
+_gloo: Any = dist.ProcessGroupGloo  # whose types do not name all that it has
+_devices: dict[str, list[Any]] = {}
+
+
+def host_options(purpose: str, timeout_s: float) -> Any:
+    """Returns the options of a group on the host: the network device of its purpose, and how long it waits."""
+    if purpose not in _devices:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        found = [_gloo.create_device(interface=name) for name in interfaces]
+        _devices[purpose] = found or [_gloo.create_default_device()]
+    options = _gloo._Options()
+    options._devices = _devices[purpose]
+    options._threads = 2 * len(options._devices)  # as torch has it
+    options._timeout = timedelta(seconds=timeout_s)
+    return options
+
+
+def _host_group(given: Any, options: Any) -> Any:
+    options.global_ranks_in_group = given.global_ranks_in_group
+    options.group_name = given.group_id
+    return _gloo(given.store, given.group_rank, given.group_size, options)
+
+
+dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
+
+
+def as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor as the libraries can carry it from rank to rank, over the same memory."""
+    return tensor if tensor.dtype in KNOWN else as_bytes(tensor)
+
+
+def as_added(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as torch can add it up, over the same memory: signed sums have the bits of unsigned ones."""
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    return tensor.view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
+
+
+def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor, *, async_op: bool) -> Any:
+    """Starts one collective into a given output; an all-reduce is in place. Both are flat."""
+    if collective in ("all_gather", "all_to_all"):
+        send, receive = as_carried(send), as_carried(receive)
+    if collective == "all_gather":
+        return all_gather(receive, send, group=group, async_op=async_op)
+    if collective == "reduce_scatter":
+        return reduce_scatter(receive, send, group=group, async_op=async_op)
+    if collective == "all_to_all":
+        return dist.all_to_all_single(receive, send, group=group, async_op=async_op)
+    assert send.data_ptr() == receive.data_ptr(), f"{collective} is in place"
+    return dist.all_reduce(send, group=group, async_op=async_op)
+
+
+def start_together(collective: str, group: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Starts several collectives of one kind in one launch; each pair is what is sent and where it is received."""
+    with dist._coalescing_manager(group=group, async_ops=True) as grouped:
+        for send, receive in pairs:
+            start(collective, group, send, receive, async_op=False)
+    return grouped
+
+
+def permute(group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None) -> list[Any]:
+    """Starts a send to and a receive from places of the group; all of its ranks call this."""
+    if send.device.type == "cpu":
+        return _permute_on_host(group, send, receive, target, source)
+    ranks, send, receive = dist.get_process_group_ranks(group), as_carried(send), as_carried(receive)
+    sends = [dist.P2POp(dist.isend, send, ranks[target], group)] if target is not None else []
+    receives = [dist.P2POp(dist.irecv, receive, ranks[source], group)] if source is not None else []
+    return dist.batch_isend_irecv(sends + receives) if sends or receives else []
+
+
+def _permute_on_host(
+    group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None
+) -> list[Any]:
+    # As an all-to-all in which most parts are empty: the host waits in slices, and gloo takes the end of a slice of a
+    # single send or receive for the end of the connection.
+    out, into = as_bytes(send), as_bytes(receive)
+    if not out.numel():
+        return []
+    places = range(group.size())
+    sizes_out, sizes_in = ([out.numel() * (place == peer) for place in places] for peer in (target, source))
+    parts = into[: sum(sizes_in)], out[: sum(sizes_out)]
+    return [dist.all_to_all_single(*parts, sizes_in, sizes_out, group=group, async_op=True)]

@@ -1,0 +1,81 @@
+"""torch's modes: gradients are taken, and tensors made, as if the caller had put on none.
+
+# Note [Inference mode]
+Tensors that are made under ``torch.inference_mode`` cannot be saved for backward, nor written to outside of it, for as
+long as they live. So nothing that hpfunc allocates is one of them, whatever mode the caller has put on: what an
+evaluation gathers, a checkpoint loads or a gradient becomes must serve a later step too. Where the caller has made one
+of an array (an optimizer of his own, say) it is taken through another tensor in the same memory, which is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ..._errors import UsageError, message
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+    """Returns a new ordinary tensor. See Note [Inference mode]."""
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(shape, **options)
+    with torch.inference_mode(False):
+        return torch.empty(shape, **options)
+
+
+def zeros(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+    """Returns a new ordinary tensor of zeros."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, **options)
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or an ordinary one in the same memory in the place of one of inference mode."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor.clone()
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _ordinary_leaf(leaf: Any) -> Any:
+    return ordinary(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def ordinary_mode() -> AbstractContextManager[Callable[[Any], Any] | None]:
+    """See `Differentiation.ordinary`."""
+    return _ordinary_mode() if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+@contextmanager
+def _ordinary_mode() -> Iterator[Callable[[Any], Any]]:
+    with torch.inference_mode(False):
+        yield _ordinary_leaf
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """A context in which autograd records, as in ``torch.func.grad``, whatever the caller has put on outside.
+
+    Raises:
+        UsageError: a tensor that was made in inference mode takes part.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    except RuntimeError as error:
+        if "nference tensor" not in str(error):
+            raise
+        rule = f"a tensor that was made under torch.inference_mode takes part in a differentiation: {error}"
+        hint = (
+            "make it under torch.no_grad, or clone it outside of inference_mode; arrays, and arguments of a gradient "
+            "that is itself called under inference_mode, are taken as they are"
+        )
+        raise UsageError(message("hpfunc.value_and_grad", rule, hint=hint)) from error

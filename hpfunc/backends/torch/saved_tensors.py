@@ -1,0 +1,167 @@
+"""What autograd saves within a unit: weights by their place, everything else as it is, with its version.
+
+# Note [Released weights]
+What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by
+its place in the unit; the unpack hook asks for the whole weights of the moment. Hooks do not nest in torch, so
+whatever is not a weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
+
+# Note [Views of another kind]
+A view may have another dtype than its weight (`view_as_complex`, `real`, `view(dtype)`), and bits that say that its
+elements are to be conjugated or negated when they are read (`conj`, `imag` of that). All of it is noted, with strides
+and offset in elements of the view, and made again over the memory of the whole weight of the moment.
+
+# Note [Versions of saved tensors]
+torch counts the writes into a tensor, and refuses in backward what was written to after it had been saved. What a hook
+returns is no longer compared. So the hooks do it: what is kept is an alias, which shares the counter. An enclosing hook
+gets an alias too. If that very object comes back, as it does from activation checkpointing, it is compared; what comes
+back as another tensor, such as a copy on the host, is that hook's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks as enclosing_hooks
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..._errors import UsageError, message
+from ..unit_use import UnitUse
+
+Tensor = torch.Tensor
+Kind = tuple[torch.dtype, bool, bool]  # of a view: dtype, whether it is conjugated, whether it is negated
+_VERSION = "_hpfunc_version"
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Returns what is equal for two tensors exactly if they share memory; None for one without memory of that kind."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+class Wholes:
+    """The whole weights of one use, wherever they are at the moment.
+
+    Attributes:
+        at_hand: while the unit's own code runs; and copies of them, while a differentiation inside of the loss does.
+    """
+
+    __slots__ = ("at_hand", "use")
+
+    def __init__(self, use: UnitUse) -> None:
+        self.use = use
+        self.at_hand: Sequence[Tensor] | None = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.use.whole(index) if self.at_hand is None else self.at_hand[index]
+
+    def detached(self) -> list[Tensor]:
+        """Returns all of them as leaves, for a run whose graph nobody differentiates."""
+        wholes = [self[i] for i in range(len(self.use.names))]
+        return [w.detach().requires_grad_(trains) for w, trains in zip(wholes, self.use.trainable, strict=True)]
+
+    def begin(self) -> None:
+        """The unit's backward begins, or a differentiation inside of the loss comes to it."""
+        if self.use.inside is not None:
+            self.use.inside.begin(self.detached)
+
+    def end(self) -> None:
+        """It has ended."""
+        self.at_hand = None
+        if self.use.inside is not None:
+            self.use.inside.end()
+
+
+class Saving:
+    """The hooks of one run of a unit's code, which gets these whole weights. See the notes of this module."""
+
+    __slots__ = ("_enclosing", "_places", "_wholes")
+
+    def __init__(self, wholes: Wholes, tensors: Sequence[Tensor]) -> None:
+        self._wholes = wholes
+        # By storage: the place of a weight, its dtype, and where it begins. Not the weight: these hooks outlive it.
+        self._places = {
+            storage_of(x): (i, x.dtype, int(x.storage_offset()))
+            for i, x in enumerate(tensors)
+            if wholes.use.released[i]
+        }
+        self._enclosing: Any = enclosing_hooks(True)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns the context in which they are at work."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        place = self._places.get(storage_of(tensor))
+        if place is not None:
+            return _place_of(tensor, *place)
+        # A node that keeps its own output, as it is, would keep itself alive: no collector sees that circle.
+        alias = tensor.detach()
+        if self._enclosing:
+            setattr(alias, _VERSION, alias._version)
+            return (self._enclosing[0](alias),)
+        return alias, alias._version
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if len(saved) == 2:
+            alias, version = saved
+            if alias._version != version:
+                raise self._written(alias, version)
+            return alias
+        if len(saved) == 1:
+            found = self._enclosing[1](saved[0])
+            version = vars(found).get(_VERSION)
+            if version is not None and found._version != version:
+                raise self._written(found, version)
+            return found
+        index, kind, *geometry = saved
+        whole = self._wholes[index]
+        return _same_kind(whole, *geometry) if kind is None else _another_kind(whole, kind, *geometry)
+
+    def _written(self, saved: Tensor, version: int) -> UsageError:
+        dtype = str(saved.dtype).removeprefix("torch.")
+        found = f"shape {tuple(saved.shape)}, {dtype}: saved at version {version}, now at version {saved._version}"
+        rule = f"a tensor that the unit {self._wholes.use.label!r} saved for its backward was written to in place since"
+        hint = "write out of place (`x = x + y` for `x += y`), or write into a clone"
+        return UsageError(message("hpfunc.unit", rule, [found], hint=hint))
+
+
+def _place_of(tensor: Tensor, index: int, dtype: torch.dtype, start: int) -> tuple[Any, ...]:
+    """Returns where a tensor lies in a whole weight, and of which kind it is if not of the weight's."""
+    kind = _kind(tensor)
+    if kind == (dtype, False, False):  # whole weights that are released are made here
+        return index, None, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
+    assert start * dtype.itemsize % tensor.itemsize == 0, "whole weights begin at the beginning of their memory"
+    offset = int(tensor.storage_offset()) - start * dtype.itemsize // tensor.itemsize
+    return index, kind, tensor.shape, tensor.stride(), offset
+
+
+def _same_kind(whole: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+
+
+def _another_kind(whole: Tensor, kind: Kind, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """See Note [Views of another kind]."""
+    dtype, is_conj, is_neg = kind
+    start = int(whole.storage_offset()) * whole.itemsize // dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=whole.device)
+    view.set_(whole.untyped_storage(), start + offset, shape, stride)
+    view = view.conj() if is_conj else view
+    return torch._neg_view(view) if is_neg else view
+
+
+def during(wholes: Wholes, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    """Returns ``run()``, of which autograd keeps no whole weight; `tensors` are the whole weights that it gets."""
+    before, wholes.at_hand = wholes.at_hand, tensors
+    try:
+        with Saving(wholes, tensors).hooks():
+            return run()
+    finally:
+        wholes.at_hand = before

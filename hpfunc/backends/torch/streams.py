@@ -1,0 +1,156 @@
+"""Where torch's work runs: on a CPU at once and in gloo's threads, on an accelerator on streams.
+
+The device path (`DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the
+machines that test this project; what those can check of it is that it launches the same ops in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ..protocol import Counters, Poll
+
+POLL_S = 0.5
+
+
+class HostPending:
+    """Collectives of gloo in flight, or nothing left to wait for."""
+
+    __slots__ = ("label", "works")
+
+    def __init__(self, label: str, works: Sequence[Any] = ()) -> None:
+        self.label = label
+        self.works = list(works)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once all works are complete, from a thread of gloo."""
+        left = [len(self.works)]
+
+        def done(_: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                callback()
+
+        for work in self.works:
+            work.get_future().add_done_callback(done)
+
+
+class HostStreams:
+    """CPU: local work runs on the host at once; collectives run in gloo's threads until somebody waits for them."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+
+    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> HostPending:
+        for pending in waits:
+            self.wait(pending, poll)
+        if not _profiling():
+            return HostPending(label, work() or ())
+        with record_function(f"hpfunc::{label}"):
+            return HostPending(label, work() or ())
+
+    def wait(self, pending: Any, poll: Poll) -> None:
+        if not pending.works:
+            return
+        start = time.perf_counter()
+        for work in pending.works:
+            self._wait_work(work, pending.label, start, poll)
+        pending.works.clear()
+        self.counters.wait_s += time.perf_counter() - start
+
+    def runs_at_once(self) -> bool:
+        return not _profiling()
+
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _wait_work(self, work: dist.Work, label: str, start: float, poll: Poll) -> None:
+        # A gloo work may be waited for in slices: between two we look whether a peer has failed.
+        while True:
+            try:
+                work.wait(timedelta(seconds=POLL_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    self._finish_work(work, label, poll)
+                    return
+                poll(label, time.perf_counter() - start)
+
+    def _finish_work(self, work: Any, label: str, poll: Poll) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            poll(f"{label}: {error}", float("inf"))
+            raise
+
+
+class DevicePending:
+    """A point on a stream of a device."""
+
+    __slots__ = ("event", "label")
+
+    def __init__(self, label: str, event: Any) -> None:
+        self.label = label
+        self.event = event
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once the device has come to this point; the host waits for it, so this serves pictures only."""
+        self.event.synchronize()
+        callback()
+
+
+class DeviceStreams:
+    """An accelerator: every op is enqueued on a stream, waits are edges between streams, the host never blocks.
+
+    Memory needs no `record_stream`: a buffer is allocated under its own stream, and freed behind waits of that stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = getattr(torch, device.type)
+        self.streams: dict[str, Any] = {}
+        self.caller: Any = None  # the caller's stream, while an op is issued on another one
+
+    def _stream(self, name: str) -> Any:
+        if name == "compute":
+            return self.caller or self.module.current_stream(self.device)
+        if name not in self.streams:
+            self.streams[name] = self.module.Stream(self.device)
+        return self.streams[name]
+
+    def issue(
+        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll
+    ) -> DevicePending:
+        target, self.caller = self._stream(stream), self._stream("compute")
+        try:
+            with self.module.stream(target), record_function(f"hpfunc::{label}"):
+                for pending in waits:
+                    target.wait_event(pending.event)
+                for collective in work() or ():
+                    collective.wait()  # an edge from the communicator's own stream; the host goes on
+                event = self.module.Event()
+                event.record(target)
+        finally:
+            self.caller = None
+        return DevicePending(label, event)
+
+    def wait(self, pending: Any, poll: Poll) -> None:
+        self._stream("compute").wait_event(pending.event)
+
+    def runs_at_once(self) -> bool:
+        return False
+
+    def memory(self, stream: str) -> AbstractContextManager[Any]:
+        return self.module.stream(self._stream(stream))
+
+
+def _profiling() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled

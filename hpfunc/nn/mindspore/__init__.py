@@ -1,0 +1,1 @@
+"""Cells of MindSpore as pure functions."""

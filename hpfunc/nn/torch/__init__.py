@@ -1,0 +1,1 @@
+"""Modules of torch as pure functions."""

@@ -1,0 +1,93 @@
+"""A unit's code that runs again in the middle of its backward, because a checkpoint is inside of its module.
+
+# Note [Checkpoints inside of a module]
+By the time of a unit's backward the places of its parameters and buffers hold stand-ins again. A checkpoint inside of
+the module then runs a part of its code once more. So the use of the unit has a `Reopening`: when the backward begins,
+it becomes the one that the copy's stand-ins know, and the modules get back the modes of their call. The first stand-in
+that is asked for its values puts all weights of the unit into their places, and its buffers as they were at the start.
+When the backward has ended, the stand-ins return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .._slots import Part, set_modes
+
+Tensor = torch.Tensor
+
+
+class Home:
+    """What the stand-ins of one copy share.
+
+    Attributes:
+        modules: all modules of the copy.
+        modes: the modes that were given to them last, None if somebody else has changed them.
+        open: the use whose backward has begun.
+    """
+
+    __slots__ = ("modes", "modules", "open")
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.modules = modules
+        self.modes: tuple[bool, ...] | None = None
+        self.open: Reopening | None = None
+
+    def take(self, modes: tuple[bool, ...]) -> None:
+        """Gives the modules their modes."""
+        set_modes(enumerate(self.modules), modes)
+        self.modes = modes
+
+    def close(self) -> None:
+        """Ends what an error has left open."""
+        if self.open is not None:
+            self.open.end()
+
+
+class Reopening:
+    """The inside of one use of a unit. See Note [Checkpoints inside of a module]."""
+
+    __slots__ = ("_before", "_buffers", "_home", "_modes", "_part", "_weights")
+
+    def __init__(self, home: Home, part: Part, modes: tuple[bool, ...], buffers: Mapping[str, Tensor]) -> None:
+        self._home, self._part, self._modes, self._buffers = home, part, modes, buffers
+        self._weights: Callable[[], Sequence[Tensor]] | None = None
+        self._before: list[Tensor] = []
+
+    def begin(self, weights: Callable[[], Sequence[Tensor]]) -> None:
+        """See `Inside`."""
+        self._home.close()
+        self._home.open, self._weights = self, weights
+        if self._home.modes is not self._modes:
+            self._home.take(self._modes)
+
+    def end(self) -> None:
+        """See `Inside`."""
+        for slot, value in zip((*self._part.weights, *self._part.buffers), self._before, strict=False):
+            slot.tensors[slot.name] = value
+        self._before, self._weights = [], None
+        if self._home.open is self:
+            self._home.open = None
+
+    def fill(self) -> None:
+        """Puts weights and buffers into their places."""
+        if self._before or self._weights is None:
+            return
+        slots = (*self._part.weights, *self._part.buffers)
+        paths = sorted({slot.path for slot in self._part.weights})  # as a dict is flattened
+        with _disable_current_modes():  # those of the checkpoint: one that chooses what to keep counts all operators
+            values = dict(zip(paths, self._weights(), strict=True))
+            values |= {path: x.clone() for path, x in self._buffers.items()}
+        self._before = [slot.tensors[slot.name] for slot in slots]
+        for slot in slots:
+            slot.tensors[slot.name] = values[slot.path]
+
+    def value(self, path: str) -> Tensor | None:
+        """Returns a weight or buffer of the unit, None if it is none of this unit's."""
+        self.fill()
+        slots = (*self._part.weights, *self._part.buffers)
+        return next((slot.tensors[slot.name] for slot in slots if slot.path == path), None)

@@ -1,0 +1,146 @@
+"""`from_module`, `init_module` and `to_module` for torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..._errors import LeafError, UsageError, message
+from ..._transforms.shard import init
+from ..._transforms.unshard import unshard
+from ..._values.array import is_sharded
+from ..._values.mesh import Mesh, PartitionSpec
+from .._choose import choose
+from .._function import ModuleFunction
+from .._slots import misfits
+from .parts import PARTS
+from .skeleton import Skeleton, named_tensors
+
+Tensor = torch.Tensor
+_FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
+
+
+def _check_module(function: str, module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise LeafError(message(function, f"a torch.nn.Module is wanted, got {type(module).__name__}"))
+
+
+def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunction, dict[str, Tensor]]:
+    """See `hpfunc.from_module`."""
+    _check_module(_FROM, module)
+    params, buffers = named_tensors(module)
+    _refuse_shared_memory(_FROM, params)
+    # Parameters: a tensor that wants no gradient is a frozen array only if it is one. See `_transforms.freeze`.
+    given: dict[str, Tensor] = {path: nn.Parameter(x.detach(), x.requires_grad) for path, x in params.items()}
+    return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
+
+
+def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
+    """Refuses parameters that are different objects in the same memory: torch's optimizers change both at once."""
+    spans: list[tuple[int, int, int, str]] = []
+    for path, x in params.items():
+        if x.layout == torch.strided and x.numel() and not is_traceable_wrapper_subclass(x):
+            last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            start, size = int(x.storage_offset()), x.element_size()
+            spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, path))
+    spans.sort()
+    pairs = pairwise(spans)
+    bad = [f"{one} and {two}" for (a, _, end, one), (b, start, _, two) in pairs if a == b and start < end]
+    if bad:
+        hint = "tie them as one parameter: head.weight = embed.weight; or give each memory of its own (clone)"
+        raise UsageError(message(function, "parameters share memory, and are not one parameter", bad, hint=hint))
+
+
+def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
+    skeleton = Skeleton(module, choose(PARTS, module, units), buffers, remat=remat)
+    return ModuleFunction(skeleton, buffers, skeleton.modes, PARTS.method)
+
+
+def init_module(
+    source: Any, mesh: Mesh, specs: Any, units: Any, init_fn: Callable[[nn.Module], None] | None, remat: bool
+) -> tuple[ModuleFunction, dict[str, Any]]:
+    """See `hpfunc.init_module`."""
+    built: list[nn.Module] = []
+
+    def build() -> Any:
+        module = _initialised(source, mesh, init_fn) if isinstance(source, nn.Module) else source()
+        _check_module(_INIT, module)
+        built.append(module)
+        params, buffers = named_tensors(module)
+        # As they are: a `detach` here would be an operator that comes last, and keep them whole until then.
+        return {"params": params, "buffers": buffers}
+
+    made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
+    _refuse_shared_memory(_INIT, named_tensors(built[0])[0])
+    buffers = {path: array.local for path, array in made["buffers"].items()}
+    return _function(built[0], units, buffers, remat), made["params"]
+
+
+def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], None] | None) -> nn.Module:
+    placed = [path for found in named_tensors(source) for path, x in found.items() if not x.is_meta]
+    if placed:
+        hint = "build it `with torch.device('meta')`, or give a function that builds it"
+        raise UsageError(message(_INIT, "parts of the module are not on the meta device", placed, hint=hint))
+    params, buffers = named_tensors(source)
+    module = copy.deepcopy(source, {id(x): x for x in (*params.values(), *buffers.values())})
+    made: dict[Tensor, Tensor] = {}  # a tensor is a key by its identity
+    versions: dict[Tensor, int] = {}
+    visited: set[nn.Module] = set()
+
+    def initialise(part: nn.Module) -> None:  # its tensors are made just before, so that others are final by then
+        if part in visited:
+            return
+        visited.add(part)
+        for slots in (vars(part)["_parameters"], vars(part)["_buffers"]):
+            for name, x in slots.items():
+                if x is not None:
+                    if x not in made:
+                        made[x] = _made(x, mesh.device)
+                        versions[made[x]] = made[x]._version
+                    slots[name] = made[x]
+        (init_fn or _reset)(part)
+
+    module.apply(initialise)
+    after = {path: x for found in named_tensors(module) for path, x in found.items()}
+    unwritten = [path for path, x in after.items() if x._version == versions.get(x)]
+    if unwritten:
+        hint = "give init_fn=, which initialises the module; or a function that builds it, instead of a module"
+        raise UsageError(message(_INIT, "no reset_parameters or init_fn has written these", unwritten, hint=hint))
+    return module
+
+
+def _made(x: Tensor, device: str) -> Tensor:
+    empty = torch.empty_like(x, device=device)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def _reset(part: nn.Module) -> None:
+    reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+    if callable(reset):
+        reset()
+
+
+def to_module(params: Mapping[str, Any], module: nn.Module, buffers: Mapping[str, Tensor] | None) -> nn.Module:
+    """See `hpfunc.to_module`."""
+    _check_module(_TO, module)
+    own_params, own_buffers = named_tensors(module)
+    targets = [(own_params, params)] if buffers is None else [(own_params, params), (own_buffers, buffers)]
+    bad = [line for own, given in targets for line in misfits(own, given)]
+    if bad:
+        raise LeafError(message(_TO, "the weights are not those of the module", bad))
+    meta = [path for own, _ in targets for path, x in own.items() if x.is_meta]
+    if meta:
+        hint = "module.to_empty(device=...) gives it memory"
+        raise UsageError(message(_TO, "the module is on the meta device", meta, hint=hint))
+    with torch.no_grad():
+        for own, given in targets:
+            for path, x in own.items():
+                value = given[path]
+                x.copy_(unshard(value, value.mesh.axis_names) if is_sharded(value) else value)
+    return module

@@ -1,0 +1,242 @@
+"""A module's copy without its weights, whose chosen parts run as units.
+
+# Note [The copy]
+The caller's module is never touched. Its copy has stand-ins for parameters; each chosen part of it has a `forward` of
+ours, which calls `hpfunc.unit` with the part's own parameters and puts the whole weights into their places for the
+time of the call. Hooks are called as before: they are the caller's own objects, not copies of them.
+
+# Note [Buffers of a unit]
+A unit may run a second time in backward, after its call has ended. So it gets its buffers as arguments, works on copies
+of them, and returns these: a second run starts from the same ones, and counts nothing twice.
+
+# Note [Buffers that change unseen]
+Most writes raise a tensor's version; those of batch_norm into its running statistics do not. So where buffers would be
+lost, their values are compared too: in the first call in each mode, because a device has to be waited for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
+
+from ..._errors import UsageError, message
+from ..._transforms.unit import unit_around
+from ..._values.array import ShardedArray, is_sharded
+from ...backends.torch.abstract import is_abstract
+from ...backends.torch.autograd import enclosing_hooks
+from .._choose import Choice
+from .._slots import NAME, Part, Slot, computing, current_call, filled, owners_of_hooks, refuse_writes
+from .inside import Home, Reopening
+from .stand_in import Call, StandIn
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+
+
+def named_tensors(module: nn.Module) -> tuple[Tensors, Tensors]:
+    """Returns parameters and buffers by path, tied ones once.
+
+    Raises:
+        UsageError: some have no shape yet.
+    """
+    params: Tensors = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    every = [*params.items(), *buffers.items()]
+    lazy = [path for path, x in every if isinstance(x, UninitializedParameter | UninitializedBuffer)]
+    if lazy:
+        hint = "call the module once on an example batch first; that gives them their shapes"
+        raise UsageError(message(NAME, "parameters are not initialised yet", lazy, hint=hint))
+    return params, buffers
+
+
+def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tensors) -> nn.Module:
+    memo: dict[int, Any] = {id(x): StandIn.of(path, x) for path, x in params.items()}
+    memo |= {id(x): initial[path] for path, x in buffers.items()}
+    parts = list(module.modules())
+    memo |= owners_of_hooks(parts, (x for part in parts for x in vars(part).values() if isinstance(x, dict)))
+    for part in parts:
+        values = vars(part).values()
+        memo |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and x.grad_fn is not None}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        hint = "make the attribute that cannot be copied outside of the module"
+        raise UsageError(message(NAME, f"the module cannot be copied: {error}", hint=hint)) from error
+
+
+class Skeleton:
+    """See Note [The copy].
+
+    Attributes:
+        module: the copy.
+        choice: its units.
+        params: the paths of its parameters, and `frozen` of those without gradient.
+        modes: of each module, whether it trains.
+    """
+
+    def __init__(self, module: nn.Module, choice: Choice, initial: Tensors, *, remat: bool) -> None:
+        params, buffers = named_tensors(module)
+        self.module = _copied(module, params, buffers, initial)
+        self.choice, self.params, self._remat = choice, tuple(params), remat
+        self.frozen = frozenset(path for path, x in params.items() if not x.requires_grad)
+        self._modules = tuple(self.module.modules())
+        self._home = Home(self._modules)
+        self._names = {id(x): path for path, x in initial.items()}
+        self._buffers = self._slots(self._modules, "_buffers")
+        self._settle(initial)
+        self._repeated: Call | None = None
+        self._compared: set[tuple[tuple[bool, ...], str]] = set()
+        self.modes = self._read_modes()
+        named = dict(self.module.named_modules())
+        for path, _ in choice.units:
+            self._make_unit(path, named[path])
+        del self._names  # by identity, of tensors that are held until here only
+
+    def _settle(self, initial: Tensors) -> None:
+        # A call gets buffers of its own. Outside of one nobody may read, or write into, those of the start.
+        for slot in self._buffers:
+            slot.tensors[slot.name] = StandIn.of(slot.path, initial[slot.path], self._home, is_param=False)
+        for slot in self._slots(self._modules, "_parameters"):
+            cast(StandIn, slot.tensors[slot.name]).home = self._home
+
+    def _read_modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._modules)
+
+    def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
+        """Returns what becomes of modes when the module's method `change` is called."""
+        self._home.take(modes)
+        self._home.modes = None
+        getattr(self.module, change)()
+        return self._read_modes()
+
+    def _slots(self, modules: Sequence[nn.Module], kind: str) -> tuple[Slot, ...]:
+        return tuple(
+            Slot(tensors, name, x.path if isinstance(x, StandIn) else self._names[id(x)])
+            for tensors in (vars(module)[kind] for module in modules)
+            for name, x in tensors.items()
+            if x is not None
+        )
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Call:
+        """Returns a call with these parameters, which has not begun."""
+        first = next(iter(params.values()), None)
+        device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
+        return Call(params, device, modes)
+
+    def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+        """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
+        self._home.close()
+        held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
+        call.placed = {path: (x, x._version) for path, x in held.items()}
+        token = current_call.set(call)
+        try:
+            with filled(self._buffers, held):
+                self._home.take(call.modes)
+                method = self.module if entry == "forward" else getattr(self.module, entry)
+                outputs = method(*args, **kwargs)
+                after = {slot.path: slot.tensors[slot.name] for slot in self._buffers}
+        finally:
+            current_call.reset(token)
+        call.check_unwritten()
+        call.changed |= _written(after, call.placed)
+        return outputs, {path: x.detach() for path, x in after.items()}
+
+    def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
+        """Returns the paths of plain parameters for which gradients are recorded."""
+        if not torch.is_grad_enabled():
+            return []
+        known = None if leaves is None else {id(x) for x in leaves}
+        plain = [(path, x) for path, x in params.items() if not is_sharded(x)]
+        # What value_and_grad does not know of, and nothing has computed, is a constant to it.
+        return [path for path, x in plain if x.requires_grad and (known is None or not x.is_leaf or id(x) in known)]
+
+    def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
+        """Returns the paths of buffers that a call changed. See Note [Buffers that change unseen]."""
+        key = call.modes, entry
+        if (call.changed or key not in self._compared) and not any(map(is_abstract, after.values())):
+            call.changed |= {path for path, x in after.items() if not torch.equal(x, before[path].to(x.device))}
+            self._compared.add(key)
+        return sorted(call.changed)
+
+    # --- units --------------------------------------------------------------------------------------------------------
+    def _make_unit(self, path: str, module: nn.Module) -> None:
+        inside = tuple(module.modules())
+        places = {id(m): place for place, m in enumerate(self._modules)}
+        weights, buffers = self._slots(inside, "_parameters"), self._slots(inside, "_buffers")
+        part = Part(path or "module", module, tuple((places[id(m)], m) for m in inside), weights, buffers)
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._use(part, original, args, kwargs)
+
+        module.forward = forward
+
+    def _use(self, part: Part, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call, is_repeated = current_call.get(), False
+        if call is None:  # activation checkpointing calls parts again in backward, when the call has ended
+            call, is_repeated = self._repeated, True
+        if call is None:
+            raise UsageError(message(NAME, f"the unit {part.path!r} is used outside of a call"))
+        if enclosing_hooks(True):
+            self._repeated = call
+        weights = {slot.path: call.params[slot.path] for slot in part.weights}
+        if is_repeated:
+            buffers = call.starts[part.path]
+        else:
+            buffers = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
+            call.starts.setdefault(part.path, buffers)
+        spec: Any = None
+        changed: set[str] = set()
+
+        def body(weights: Tensors, *args: Any, hpfunc_buffers: Tensors, **kwargs: Any) -> tuple[list[Any], Tensors]:
+            nonlocal spec, changed
+            outputs, after, changed = _compute(part, original, call, weights, hpfunc_buffers, args, kwargs)
+            leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_opaque)
+            return leaves, after
+
+        run = body
+        if any(is_sharded(x) for x in weights.values()):
+            inside = Reopening(self._home, part, call.modes, buffers)
+            run = unit_around(body, part.path, self._remat, inside=inside)
+        leaves, after = run(weights, *args, hpfunc_buffers=buffers, **kwargs)
+        if after and not is_repeated:
+            call.changed |= changed
+            self._place(call, {path: x.detach() for path, x in after.items()})
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _place(self, call: Call, buffers: Tensors) -> None:
+        for slot in self._buffers:
+            if slot.path in buffers:
+                slot.tensors[slot.name] = buffers[slot.path]
+        call.placed |= {path: (x, x._version) for path, x in buffers.items()}
+
+
+def _written(after: Tensors, before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
+    return {path for path, x in after.items() if x is not before[path][0] or x._version != before[path][1]}
+
+
+def _is_opaque(value: Any) -> bool:
+    # Outputs are taken apart so that backward sees their tensors; a cache that a unit fills must stay the same object.
+    return not isinstance(value, tuple | list | dict)
+
+
+def _compute(
+    part: Part, original: Callable[..., Any], call: Call, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any
+) -> tuple[Any, Tensors, set[str]]:
+    """See Note [Buffers of a unit]."""
+    held = {path: x.clone() for path, x in buffers.items()}
+    versions = {path: (x, x._version) for path, x in held.items()}
+    with computing(part, weights, held, call.modes):
+        outputs = original(*args, **kwargs)
+        replaced = [s.path for s in part.weights if s.tensors.get(s.name) is not weights[s.path]]
+        after = {slot.path: slot.tensors[slot.name] for slot in part.buffers}
+    if replaced:
+        raise refuse_writes(replaced)
+    return outputs, after, _written(after, versions)

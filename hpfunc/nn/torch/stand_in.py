@@ -1,0 +1,109 @@
+"""Stand-ins: what a module's copy has in the place of its tensors, and the call that knows their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..._transforms.unit import unit
+from ..._values.array import is_sharded
+from ...backends.torch.autograd import enclosing_hooks
+from .._slots import current_call, current_unit, refuse_writes, whole_of
+from .inside import Home
+
+Tensor = torch.Tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+# What is known of a parameter without its values. Models ask for it anywhere: `x.to(self.proj.weight.dtype)`.
+_METADATA = {
+    *_getters("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "itemsize", "nbytes", "is_sparse"),
+    *_getters("is_nested", "is_quantized", "grad"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}  # fmt: skip
+_PLACE = {*_getters("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device}
+
+
+class StandIn(Tensor):
+    """A parameter, or a buffer outside of calls, without values: shape and dtype. Whatever needs more asks for them."""
+
+    path: str
+    home: Home | None
+    _is_param: bool  # isinstance(x, torch.nn.Parameter) asks for it
+
+    @staticmethod
+    def of(path: str, tensor: Tensor, home: Home | None = None, *, is_param: bool = True) -> StandIn:
+        """Returns that of a parameter, or of a buffer."""
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(StandIn, empty, tensor.requires_grad)
+        made.path, made.home, made._is_param = path, home, is_param
+        return made
+
+    def value(self) -> Tensor:
+        """Returns the values."""
+        opened = self.home.open if self.home is not None and current_unit.get() is None else None
+        found = None if opened is None else opened.value(self.path)
+        return whole_of(self.path) if found is None else found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **(kwargs or {}))
+            call = current_call.get()
+            if func in _PLACE:
+                return func(torch.empty(0, device=call.device if call else "cpu"), *args[1:])
+        args, kwargs = pytree.tree_map_only(StandIn, StandIn.value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"StandIn({self.path!r}, shape={tuple(self.shape)})"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module's copy.
+
+    Attributes:
+        params: by path.
+        device: where it computes.
+        modes: of each module, whether it trains.
+        wholes: parameters that were used outside of their units, with their versions; by path and grad mode.
+        placed: the buffers as the copy holds them, with their versions; by path.
+        changed: paths of buffers that units changed.
+        starts: the buffers of each unit before its first use.
+    """
+
+    params: Mapping[str, Any]
+    device: Any
+    modes: tuple[bool, ...]
+    wholes: dict[tuple[str, bool], tuple[Tensor, int]] = field(default_factory=dict)
+    placed: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    starts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def whole(self, path: str) -> Tensor:
+        """Returns a parameter's values, for use outside of the unit that it belongs to: as a unit of its own."""
+        key = path, torch.is_grad_enabled()
+        if key in self.wholes:
+            return self.wholes[key][0]
+        array = self.params[path]
+        value = unit(torch.clone, name=path)(array) if is_sharded(array) else array.clone()
+        if not enclosing_hooks(True):  # under activation checkpointing it must be computed again like everything else
+            self.wholes[key] = value, value._version
+        return value
+
+    def check_unwritten(self) -> None:
+        """Raises UsageError if one of those was written to."""
+        written = sorted({path for (path, _), (value, version) in self.wholes.items() if value._version != version})
+        if written:
+            raise refuse_writes(written)
