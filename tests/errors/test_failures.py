@@ -142,6 +142,26 @@ def test_a_failure_that_nobody_waits_for_is_told_in_the_next_step(pool: Any) -> 
             assert f"rank {FAULTY}: KeyError: 'no such token, at last'" in errors[0]
 
 
+def failing_many_times(rank: int) -> list[int]:
+    """Returns how many threads the process has after each failure and the step that comes after it."""
+    params, x = hp.shard(weights(), mesh(), hp.P("shard")), torch.full((2, 4), float(rank))
+    step_fn = Step(rank, "forward")
+    step, counts = hp.sharded(step_fn, mesh()), []
+    for _ in range(6):
+        step_fn.is_armed = True
+        outcome(step, params, x)
+        step_fn.is_armed = False
+        step(params, x)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the threads of a process are counted in /proc")
+def test_groups_that_were_given_up_leave_no_threads(pool: Any) -> None:
+    for counts in pool(NUM_RANKS).run(failing_many_times):
+        assert counts[-1] <= counts[1], counts  # of the first two, autograd's and torch's own may still begin
+
+
 # --- a rank that dies -----------------------------------------------------------------------------------------------
 KINDS = ("recording", "planned", "silent")
 

@@ -96,11 +96,10 @@ class TorchBackend:
         return self._groups[key]
 
     def abort(self) -> None:
-        # The groups stay registered, so that the new ones get new names: their rendezvous must not meet the old keys.
         groups = [*self._groups.values(), *self._for_small.values()]
         self._groups, self._for_small = {}, {}
         for group in groups:
-            group.abort()
+            collectives.give_up(group)
 
     def post(self, key: str, text: str) -> None:
         if dist.is_initialized():
