@@ -12,7 +12,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ranks
+from tests.helpers import ranks
 
 # An example talks to other processes: how long that takes says nothing about the code.
 settings.register_profile(
@@ -26,6 +26,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hpfunc"))
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[..., ranks.Pool]]:
-    """``pool(n).run(fn, *args)`` calls ``fn(rank, *args)`` on n real processes; see `tests.ranks`."""
+    """``pool(n).run(fn, *args)`` calls ``fn(rank, *args)`` on n real processes; see `tests.helpers.ranks`."""
     yield ranks.pool
     ranks.stop_all()

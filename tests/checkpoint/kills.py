@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import hpfunc as hp
-from tests import ranks
+from tests.helpers import ranks
 
 NUM_RANKS = 2
 KEEP = 2

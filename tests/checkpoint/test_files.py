@@ -12,8 +12,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc.checkpoint import _format
-from tests.ranks import mesh_of
-from tests.zoo import tensor
+from tests.helpers.ranks import mesh_of
+from tests.helpers.zoo import tensor
 
 DTYPES = [getattr(torch, name) for name in _format.CODES]
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc.checkpoint import _read
-from tests.frameworks import to_framework, to_torch
-from tests.ranks import mesh_of
-from tests.reference import Axes, Grid, part
-from tests.strategies import entries, grids, shapes, spec
-from tests.zoo import DTYPES, tensor
+from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.ranks import mesh_of
+from tests.helpers.reference import Axes, Grid, part
+from tests.helpers.strategies import entries, grids, shapes, spec
+from tests.helpers.zoo import DTYPES, tensor
 
 FSDP3 = Grid((3,), ("shard",), ("shard",))
 HSDP = Grid((2, 2), ("replicate", "shard"), ("replicate", "shard"))

@@ -16,9 +16,9 @@ import torch
 import hpfunc as hp
 from hpfunc import backends
 from hpfunc.checkpoint import PerRank, _save
-from tests import frameworks as ops
-from tests.frameworks import to_framework, to_torch
-from tests.ranks import mesh_of, outcome
+from tests.helpers import frameworks as ops
+from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.ranks import mesh_of, outcome
 
 
 def params_of(mesh: hp.Mesh, seed: int = 0, shape: tuple[int, int] = (7, 5)) -> dict[str, Any]:

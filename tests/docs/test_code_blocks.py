@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import pages
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 TIMEOUT_S = 240
 PAGES: defaultdict[int, list[Path]] = defaultdict(list)

@@ -11,10 +11,10 @@ import optree
 import torch
 
 import hpfunc as hp
-from tests import frameworks as ops
-from tests.frameworks import to_framework, to_torch
-from tests.ranks import mesh_of, outcome, pool
-from tests.zoo import bits
+from tests.helpers import frameworks as ops
+from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.ranks import mesh_of, outcome, pool
+from tests.helpers.zoo import bits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "errors"
 Case = Callable[[int], tuple[Callable[[], Any], Any]]  # rank -> (what is refused, what must not change)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import hpfunc as hp
-from tests import ranks
-from tests.ranks import mesh_of, outcome
-from tests.zoo import assert_same
+from tests.helpers import ranks
+from tests.helpers.ranks import mesh_of, outcome
+from tests.helpers.zoo import assert_same
 
 NUM_RANKS = 3
 TIMEOUT_S = 30.0

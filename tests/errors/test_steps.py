@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests import frameworks as ops
 from tests.errors.judge import check_texts, mesh, params, texts_of
+from tests.helpers import frameworks as ops
 
 Tensor = torch.Tensor
 
@@ -143,7 +143,7 @@ def a_unit_of_a_partial_sum(rank: int) -> Any:
 
 
 def a_data_axis_outside_of_one_that_stays(rank: int) -> Any:
-    from tests.ranks import mesh_of
+    from tests.helpers.ranks import mesh_of
 
     cut = mesh_of((2, 1), ("shard", "tp"), ("shard",))
     kept = hp.shard({"w": ops.ones(4, 4)}, cut, hp.P(("shard", "tp")))
@@ -155,7 +155,7 @@ P_SHARD = hp.P("shard")
 
 def unit_over(axes: Any, spec: hp.P = P_SHARD) -> Any:
     """The refusal of a unit over `axes`, on a mesh whose "ep" is a data axis and whose "tp" is none."""
-    from tests.ranks import mesh_of
+    from tests.helpers.ranks import mesh_of
 
     cut = mesh_of((1, 2, 1), ("ep", "shard", "tp"), ("ep", "shard"))
     kept = hp.shard({"up": ops.ones(4, 4), "down": ops.ones(4, 4)}, cut, {"up": spec, "down": hp.P("ep", "shard")})
@@ -251,7 +251,7 @@ def integer_weights(rank: int) -> Any:
 
 
 def weights_on_two_meshes(rank: int) -> Any:
-    from tests.ranks import mesh_of
+    from tests.helpers.ranks import mesh_of
 
     other = mesh_of((2, 1), ("replicate", "shard"))
     kept = {"w": hp.shard(ops.ones(4), mesh(), hp.P("shard")), "b": hp.shard(ops.ones(4), other, hp.P("shard"))}
@@ -296,7 +296,7 @@ def a_donated_argument_used_inside_after_its_update(rank: int) -> Any:
 
 
 def an_argument_on_another_mesh(rank: int) -> Any:
-    from tests.ranks import mesh_of
+    from tests.helpers.ranks import mesh_of
 
     kept = params()
     return lambda: hp.sharded(descend, mesh_of((2, 1), ("replicate", "shard")))(kept, x()), kept

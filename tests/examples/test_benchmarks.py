@@ -19,8 +19,8 @@ from hpfunc.planning.checking.reference import World, reference
 from hpfunc.planning.planner import plan
 from hpfunc.planning.schedule import Launch, Local, Region, Schedule, itemsize
 from tests.examples.test_parallel import EXAMPLES
+from tests.helpers.ranks import Pool
 from tests.planning.programs import Case, cases
-from tests.ranks import Pool
 
 SIZES = {"transformer": (3, 32, 16), "many small": (2, 128, 4), "few large": (2, 16, 8)}
 FOUR = ("b", "c")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import hpfunc as hp
 from tests.examples.test_parallel import example
-from tests.ranks import Pool, mesh_of
+from tests.helpers.ranks import Pool, mesh_of
 
 pytestmark = pytest.mark.processes
 ADAPTED = "self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.examples.test_parallel import EXAMPLES, example
-from tests.ranks import Pool, mesh_of
+from tests.helpers.ranks import Pool, mesh_of
 
 SMALL = ["--dim", "32", "--layers", "2", "--context", "16", "--batch", "2", "--steps", "3"]
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.docs.pages import ROOT
 from tests.examples.test_parallel import FOLDER, example
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 STEPS = 12
 PLAIN, SHARDED = ((FOLDER / f"{name}_loop.py").read_text() for name in ("plain", "sharded"))

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.ranks import Pool, mesh_of, outcome
-from tests.ranks import pool as pool_of
-from tests.test_parity import assert_close, assert_same_bits
+from tests.helpers.ranks import Pool, mesh_of, outcome
+from tests.helpers.ranks import pool as pool_of
+from tests.steps.test_parity import assert_close, assert_same_bits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = EXAMPLES / "torch"

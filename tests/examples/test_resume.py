@@ -15,7 +15,7 @@ import pytest
 import hpfunc as hp
 from tests.examples.test_parallel import example
 from tests.examples.test_train_text import launch
-from tests.ranks import Pool, mesh_of
+from tests.helpers.ranks import Pool, mesh_of
 
 pytestmark = pytest.mark.processes
 SMALL = ["--steps", "8", "--every", "3", "--dim", "32", "--layers", "1", "--context", "16", "--dtype", "float64"]

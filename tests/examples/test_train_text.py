@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from hpfunc.backends import get
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]

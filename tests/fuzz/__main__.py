@@ -21,7 +21,7 @@ from tests.fuzz.drive import Result, Runner
 from tests.fuzz.features import features
 from tests.fuzz.report import Report
 from tests.fuzz.shrink import shrink
-from tests.ranks import stop_all
+from tests.helpers.ranks import stop_all
 
 CHUNK = 200
 

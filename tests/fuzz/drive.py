@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tests.fuzz.cases import Case
 from tests.fuzz.compare import Find
 from tests.fuzz.rank import Outcome, run_cases
-from tests.ranks import RankError, pool
+from tests.helpers.ranks import RankError, pool
 
 BATCH = 50
 START_S, PER_CASE_S = 90.0, 4.0

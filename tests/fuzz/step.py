@@ -14,7 +14,7 @@ import hpfunc as hp
 from tests.fuzz.build import batch_of, forward, num_microbatches, unit_function, whole
 from tests.fuzz.cases import Case, Ref, Unit
 from tests.fuzz.judge import LEARNING_RATE, MOMENTUM
-from tests.ranks import mesh_of
+from tests.helpers.ranks import mesh_of
 
 Tensor = torch.Tensor
 TIMEOUT_S = 30.0

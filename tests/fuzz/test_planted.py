@@ -11,7 +11,7 @@ from tests.fuzz.cases import Case
 from tests.fuzz.draw import draw
 from tests.fuzz.drive import Runner
 from tests.fuzz.faults import FAULTS
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 COUNT, SOME = 400, 20
 

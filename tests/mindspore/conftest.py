@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.ranks import Pool
+from tests.helpers.ranks import Pool
 
 
 @pytest.fixture(scope="session")

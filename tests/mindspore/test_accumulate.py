@@ -1,4 +1,4 @@
-"""`tests/test_accumulate.py` on MindSpore: the same judge, models and policies."""
+"""`tests/steps/test_accumulate.py` on MindSpore: the same judge, models and policies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.frameworks import needs_mindspore
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.models import Layout, Model, layouts, models, policies
+from tests.helpers.ranks import Pool
 from tests.mindspore.test_parity import MESHES
-from tests.models import Layout, Model, layouts, models, policies
-from tests.ranks import Pool
-from tests.test_accumulate import NUMERICS, Run, one_big_batch, train
-from tests.test_parity import assert_close, assert_same_bits
+from tests.steps.test_accumulate import NUMERICS, Run, one_big_batch, train
+from tests.steps.test_parity import assert_close, assert_same_bits
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 EXAMPLES = settings(max_examples=6, phases=[Phase.explicit, Phase.generate])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks import needs_mindspore
-from tests.ranks import Pool
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.ranks import Pool
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 ROOT = Path(__file__).parents[2] / "hpfunc"

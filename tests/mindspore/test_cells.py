@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hpfunc as hp
-from tests.frameworks import needs_mindspore
-from tests.ranks import Pool, mesh_of, outcome
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.ranks import Pool, mesh_of, outcome
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 FSDP: Any = ((4,), ("shard",))

@@ -17,9 +17,9 @@ import hpfunc as hp
 from tests.checkpoint.test_files import every_dtype, same
 from tests.checkpoint.test_laws import HSDP, layouts, there_and_back
 from tests.checkpoint.test_ranks import resume, train_and_save
-from tests.frameworks import needs_mindspore, to_framework, to_torch
-from tests.ranks import Pool, mesh_of, outcome
-from tests.reference import Grid
+from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
+from tests.helpers.ranks import Pool, mesh_of, outcome
+from tests.helpers.reference import Grid
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 FSDP = Grid((4,), ("shard",), ("shard",))

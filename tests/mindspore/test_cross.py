@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.frameworks import needs_mindspore, to_framework, to_torch
-from tests.models import Layout, Model, P, sgd
-from tests.ranks import Pool, mesh_of
+from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
+from tests.helpers.models import Layout, Model, P, sgd
+from tests.helpers.ranks import Pool, mesh_of
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 NUM_STEPS = 20

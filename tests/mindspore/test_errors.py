@@ -12,10 +12,7 @@ from tests.errors.test_debug import (
     test_what_is_right_passes_when_it_is_recomputed,
     test_what_is_right_passes_with_the_same_bits,
 )
-from tests.errors.test_meshes import (
-    test_axes_of_data_are_known_by_their_names,
-    test_no_axis_is_one_if_that_is_said,
-)
+from tests.errors.test_meshes import test_axes_of_data_are_known_by_their_names, test_no_axis_is_one_if_that_is_said
 from tests.errors.test_modes import (
     test_a_loss_of_zero_times_the_weights_is_one,
     test_a_loss_without_gradient_on_one_rank_ends_all,
@@ -26,7 +23,7 @@ from tests.errors.test_warnings import (
     test_bad_units_are_warned_of_once,
     test_good_units_are_not_warned_of,
 )
-from tests.frameworks import needs_mindspore
+from tests.helpers.frameworks import needs_mindspore
 from tests.mindspore.lacks import DIFFERS, LACKS
 
 pytestmark = [pytest.mark.processes, needs_mindspore]

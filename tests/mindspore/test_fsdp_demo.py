@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.examples.test_fsdp_demo import assert_demonstrated, said
-from tests.frameworks import needs_mindspore
-from tests.ranks import Pool
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.ranks import Pool
 
 
 @needs_mindspore

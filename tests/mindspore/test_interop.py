@@ -11,8 +11,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc import interop
-from tests.frameworks import needs_mindspore, to_torch
-from tests.ranks import Pool, mesh_of, outcome
+from tests.helpers.frameworks import needs_mindspore, to_torch
+from tests.helpers.ranks import Pool, mesh_of, outcome
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 SHAPE, SPEC = (5, 3), hp.P("shard")  # 2, 2, 1, 0 rows

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.errors.judge import GOLDEN
-from tests.frameworks import needs_mindspore
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.ranks import Pool
 from tests.mindspore import test_errors
 from tests.mindspore.lacks import DIFFERS, LACKS, NOT_HERE
-from tests.ranks import Pool
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 TESTS = Path(__file__).parents[1]

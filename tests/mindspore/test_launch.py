@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks import needs_mindspore
+from tests.helpers.frameworks import needs_mindspore
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""The laws of named-axis collectives and of whole arrays, on MindSpore: the judge is that of `tests/laws`."""
+"""The laws of named-axis collectives and of whole arrays, on MindSpore: the judge is that of `tests/transforms`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.frameworks import needs_mindspore, to_framework, to_torch
-from tests.laws.test_named import KINDS, as_numpy, calls, expected, transposed
-from tests.ranks import Pool, mesh_of
-from tests.reference import Axes, Grid
-from tests.strategies import float_dtypes, grids, seeds
-from tests.zoo import assert_same, tensor
+from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
+from tests.helpers.ranks import Pool, mesh_of
+from tests.helpers.reference import Axes, Grid
+from tests.helpers.strategies import float_dtypes, grids, seeds
+from tests.helpers.zoo import assert_same, tensor
+from tests.transforms.test_collectives import KINDS, as_numpy, calls, expected, transposed
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 ON_FOUR = grids(4, 4)

@@ -12,9 +12,9 @@ import pytest
 
 import hpfunc as hp
 from hpfunc.checkpoint import PerRank
-from tests.frameworks import needs_mindspore, to_torch
-from tests.models import sgd
-from tests.ranks import Pool, mesh_of
+from tests.helpers.frameworks import needs_mindspore, to_torch
+from tests.helpers.models import sgd
+from tests.helpers.ranks import Pool, mesh_of
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 FSDP: Any = ((4,), ("shard",))

@@ -1,4 +1,4 @@
-"""`tests/test_parity.py` on MindSpore: the same models, judge, policies and training loop, in ranks of MindSpore."""
+"""`tests/steps/test_parity.py` on MindSpore: the same models, judge, policies and training loop, on its ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.frameworks import needs_mindspore
-from tests.models import Layout, Model, layouts, models, policies, reference
-from tests.ranks import Pool
-from tests.test_parity import NUMERICS, STEPS, assert_close, assert_same_bits, train
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.models import Layout, Model, layouts, models, policies, reference
+from tests.helpers.ranks import Pool
+from tests.steps.test_parity import NUMERICS, STEPS, assert_close, assert_same_bits, train
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 # Ranks that import MindSpore are slow to start: one pool of four serves all of these.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_resume import SMALL, losses
-from tests.frameworks import needs_mindspore
-from tests.ranks import Pool
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.ranks import Pool
 
 ARGUMENTS = [*SMALL, "--dtype", "float32"]
 

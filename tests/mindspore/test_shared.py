@@ -15,15 +15,22 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests import test_composition, test_norm, test_numerics, test_parity, test_purity, test_recompute, test_uses
-from tests.frameworks import needs_mindspore
-from tests.models import Layout, Model, layouts, models, policies
-from tests.ranks import Pool
-from tests.test_accumulate import (
+from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.models import Layout, Model, layouts, models, policies
+from tests.helpers.ranks import Pool
+from tests.optim import test_norm
+from tests.optim.test_loss_scale import test_an_overflow_on_one_rank_is_skipped_by_all, test_float16_training
+from tests.optim.test_norm import (
+    test_one_number_is_sent_for_each_set_of_axes,
+    test_plain_tensors_may_differ_between_ranks,
+    test_what_is_not_finite_on_one_rank_reaches_all,
+)
+from tests.steps import test_composition, test_numerics, test_parity, test_purity, test_recompute, test_uses
+from tests.steps.test_accumulate import (
     test_a_plan_may_be_left_in_any_micro_batch,
     test_collectives_of_three_micro_batches,
 )
-from tests.test_dynamic import (
+from tests.steps.test_dynamic import (
     test_a_step_that_changes_follows_the_plan_that_was_to_be_expected,
     test_after_a_failure_all_count_their_steps_anew,
     test_any_sequence_gives_the_bits_of_the_reference,
@@ -31,7 +38,7 @@ from tests.test_dynamic import (
     test_control_flow_by_the_data_of_one_rank_is_refused,
     test_who_leaves_a_plan_late_is_waited_for,
 )
-from tests.test_execute import (
+from tests.steps.test_execute import (
     test_a_delayed_collective_changes_no_bit,
     test_a_failed_step_keeps_nothing,
     test_a_forward_only_step,
@@ -43,23 +50,11 @@ from tests.test_execute import (
     test_the_objects_of_a_step_die_with_it,
     test_two_differentiations_in_one_step,
 )
-from tests.test_loss_scale import (
-    test_an_overflow_on_one_rank_is_skipped_by_all,
-    test_float16_training,
-)
-from tests.test_norm import (
-    test_one_number_is_sent_for_each_set_of_axes,
-    test_plain_tensors_may_differ_between_ranks,
-    test_what_is_not_finite_on_one_rank_reaches_all,
-)
-from tests.test_parity import (
+from tests.steps.test_parity import (
     test_a_sum_is_the_mean_times_the_number_of_ranks,
     test_an_axis_that_holds_no_data_stays_cut,
 )
-from tests.test_partition import (
-    test_adapters_train_beside_frozen_weights,
-)
-from tests.test_purity import (
+from tests.steps.test_purity import (
     test_a_gradient_that_is_kept_never_changes,
     test_a_mean_of_old_weights_is_right,
     test_donated_arguments_of_a_failed_step,
@@ -67,15 +62,10 @@ from tests.test_purity import (
     test_reading_weights_after_their_update_is_refused_if_they_were_donated,
     test_the_count_sees_what_is_kept,
 )
-from tests.test_recompute import (
-    test_remat_of_a_unit_with_many_kinds_of_arguments_and_outputs,
-)
-from tests.test_stacked import (
-    test_rows_are_weights_of_their_own,
-)
-from tests.test_uses import (
-    test_each_weight_has_one_gradient_whatever_uses_it,
-)
+from tests.steps.test_recompute import test_remat_of_a_unit_with_many_kinds_of_arguments_and_outputs
+from tests.steps.test_stacked import test_rows_are_weights_of_their_own
+from tests.steps.test_uses import test_each_weight_has_one_gradient_whatever_uses_it
+from tests.values.test_partition import test_adapters_train_beside_frozen_weights
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 EXAMPLES = settings(max_examples=6, phases=[Phase.explicit, Phase.generate], deadline=None)

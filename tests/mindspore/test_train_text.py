@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_train_text import launch
-from tests.frameworks import needs_mindspore
+from tests.helpers.frameworks import needs_mindspore
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 SCRIPT = "examples/mindspore/train_text.py"

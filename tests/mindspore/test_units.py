@@ -13,10 +13,10 @@ import torch
 
 import hpfunc as hp
 from hpfunc.backends import get
-from tests import frameworks as ops
-from tests.frameworks import needs_mindspore, to_framework, to_torch
-from tests.models import Model
-from tests.ranks import Pool, mesh_of, outcome
+from tests.helpers import frameworks as ops
+from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
+from tests.helpers.models import Model
+from tests.helpers.ranks import Pool, mesh_of, outcome
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 WIDTH, DEPTH = 32, 6

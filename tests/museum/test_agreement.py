@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.museum.steps import draw, grid
-from tests.ranks import Pool, mesh_of, outcome
 
 pytestmark = pytest.mark.processes
 TIMEOUT_S = 3.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.museum.steps import assert_all_close, draw, gradient, grid, in_all_ways, plain, whole
-from tests.ranks import Pool, mesh_of, outcome
 
 pytestmark = pytest.mark.processes
 TIMEOUT_S = 3.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.ranks import Pool, mesh_of
 from tests.museum.steps import MESHES, assert_all_close, draw, gradient, grid, in_all_ways, plain, size_of
-from tests.ranks import Pool, mesh_of
 
 pytestmark = pytest.mark.processes
 LIMIT = 0.05

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import hpfunc as hp
+from tests.helpers.ranks import Pool
 from tests.museum.steps import MESHES, assert_all_close, draw, gradient, grid, in_all_ways, plain, refusals, size_of
-from tests.ranks import Pool
 
 pytestmark = pytest.mark.processes
 Unit = Callable[..., Any]

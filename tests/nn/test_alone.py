@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hpfunc as hp
-from tests.ranks import mesh_of, outcome, pool
+from tests.helpers.ranks import mesh_of, outcome, pool
 
 
 def build() -> nn.Module:

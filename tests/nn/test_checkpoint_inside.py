@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hpfunc as hp
+from tests.helpers.ranks import mesh_of, outcome
 from tests.nn.training import Pools
-from tests.ranks import mesh_of, outcome
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.processes

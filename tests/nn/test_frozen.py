@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hpfunc as hp
+from tests.helpers.ranks import mesh_of, outcome, pool
 from tests.nn.training import Pools
-from tests.ranks import mesh_of, outcome, pool
 
 NUM_STEPS = 4
 WIDTH = 6

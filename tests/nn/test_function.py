@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hpfunc as hp
+from tests.helpers.ranks import mesh_of
 from tests.nn.training import Pools
 from tests.nn.zoo import WIDTH, Block, Convolutional, Many, Outside, Stack, Tied
-from tests.ranks import mesh_of
 from tests.values.test_init import LiveBytes
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.ranks import mesh_of
 from tests.nn.training import FEWER, FSDP, HSDP, Layout, Pools, assert_trained, resume, train
 from tests.nn.zoo import Found
-from tests.ranks import mesh_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.processes

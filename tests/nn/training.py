@@ -9,8 +9,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc.optim import adamw
+from tests.helpers.ranks import Pool, mesh_of
 from tests.nn.zoo import DECAY, EPS, NUM_STEPS, Found, Tensors, rate, reference
-from tests.ranks import Pool, mesh_of
 
 Layout = tuple[tuple[int, ...], tuple[str, ...]]
 FSDP: Layout = ((4,), ("shard",))

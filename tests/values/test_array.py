@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.ranks import mesh_of, outcome
-from tests.zoo import Box, assert_same, tensor, trees
+from tests.helpers.ranks import mesh_of, outcome
+from tests.helpers.zoo import Box, assert_same, tensor, trees
 
 
 def world_of_one() -> hp.Mesh:

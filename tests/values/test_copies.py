@@ -19,7 +19,7 @@ import torch
 
 import hpfunc as hp
 from hpfunc.interop import from_local, to_dtensor, to_numpy
-from tests.ranks import Pool, mesh_of, outcome
+from tests.helpers.ranks import Pool, mesh_of, outcome
 
 IMMUTABLE = "an array is immutable, and was written into"
 square = hp.unit(lambda p: (p["w"] ** 2).sum(), name="square")

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpfunc as hp
-from tests.ranks import mesh_of, outcome
-from tests.zoo import Linear, assert_same
+from tests.helpers.ranks import mesh_of, outcome
+from tests.helpers.zoo import Linear, assert_same
 
 
 def is_sharded(value: Any) -> bool:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc._values.layout import Gather, Layout
-from tests import reference
-from tests.reference import Axes, Grid
-from tests.strategies import axes_of, entries, grids, shapes, spec
+from tests.helpers import reference
+from tests.helpers.reference import Axes, Grid
+from tests.helpers.strategies import axes_of, entries, grids, shapes, spec
 
 
 def meshes(grid: Grid) -> list[hp.Mesh]:

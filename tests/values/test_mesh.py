@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.reference import Grid
-from tests.strategies import axes_of, entries, grids, spec
+from tests.helpers.reference import Grid
+from tests.helpers.strategies import axes_of, entries, grids, spec
 
 
 def mesh_on(grid: Grid, rank: int = 0) -> hp.Mesh:

@@ -15,7 +15,7 @@ from torch import nn
 
 import hpfunc as hp
 from hpfunc.backends.torch import digest as digests
-from tests.ranks import mesh_of, outcome, pool
+from tests.helpers.ranks import mesh_of, outcome, pool
 
 RANK_SEEDS = ([0, 1, 2, 3], [7, 7, 7, 7], [5, 5, 9, 9], [3, 8, 3, 8])
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpfunc as hp
-from tests.ranks import mesh_of, outcome
+from tests.helpers.ranks import mesh_of, outcome
 
 ROOT = Path(__file__).parents[2]
 
