@@ -21,12 +21,12 @@ from ._errors import PolicyError as PolicyError
 from ._errors import ScheduleError as ScheduleError
 from ._errors import SpecError as SpecError
 from ._errors import UsageError as UsageError
+from ._running.context import record_timeline as record_timeline
+from ._running.context import use_mesh as use_mesh
 from ._running.link_probe import Link as Link
 from ._running.link_probe import probe as probe
 from ._running.make_mesh import make_mesh as make_mesh
-from ._running.make_mesh import use_mesh as use_mesh
 from ._running.timeline import Timeline as Timeline
-from ._running.timeline import record_timeline as record_timeline
 from ._transforms.accumulate import accumulate as accumulate
 from ._transforms.collectives import all_gather as all_gather
 from ._transforms.collectives import all_to_all as all_to_all

@@ -6,8 +6,8 @@ from typing import Any
 
 from ._errors import LeafError, SpecError, UsageError, message
 from ._running.agreement import agreeing
+from ._running.context import current_session
 from ._running.replicas import DRIFTED, compare_replicas
-from ._running.session import current_session
 from ._values.array import describe, is_sharded
 from ._values.numerics import dtype_name
 from ._values.tree import flatten, paths

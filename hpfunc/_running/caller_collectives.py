@@ -10,7 +10,7 @@ from .. import backends
 from .._errors import HpfuncError
 from .._values.mesh import Mesh
 from .agreement import agreeing, control
-from .session import current_session
+from .context import current_session
 
 Tensor = Any
 

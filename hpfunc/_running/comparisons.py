@@ -19,8 +19,9 @@ from .._values.array import describe, is_sharded
 from .._values.mesh import Mesh
 from ..planning.program import COMPUTES
 from .caller_collectives import pinned
+from .context import current_session
 from .replicas import Axes, Groups, differing
-from .session import Session, current_session
+from .session import Session
 
 Tensor = Any
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +13,11 @@ from .._values.numerics import Numerics, has_sums
 from ..backends import uncompiled
 from ..planning.program import Carry, Event
 from .channel import comm
-from .session import Session, Use
+from .session import Session
+from .use import Use
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
-current_run: ContextVar[Run | None] = ContextVar("hpfunc_run", default=None)
 
 
 @dataclass(slots=True)
@@ -48,11 +47,12 @@ class Run:
         is_reached: whether autograd has come to a weight.
         carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
-        weights: the weights that an array became: itself (), or rows of it.
+        weights: the weights of the program by array: key () is the whole array, (i,) its row i.
     """
 
     def __init__(self, session: Session, numerics: Numerics, backwards: Backwards) -> None:
         self.session, self.numerics, self.backwards = session, numerics, backwards
+        self.num_backwards = backwards.count
         self.number = session.new_run()
         if backwards.first_run is None:
             backwards.first_run = self.number
@@ -65,6 +65,12 @@ class Run:
         self._places: dict[Owner, int] = {}
         self._repeatable: dict[int, list[Use]] = defaultdict(list)
         self._aliases: dict[Owner, tuple[int, Tensor]] = {}
+        self._reduced: dict[int, Tensor] = {}
+
+    @property
+    def mean_axes(self) -> tuple[str, ...]:
+        """The axes over which its gradients are means."""
+        return self.session.mesh.data_axes if self.numerics.reduce_op == "mean" else ()
 
     def track(self, leaf: Any, place: int) -> Any:
         """Returns a leaf as the differentiated function sees it."""
@@ -80,7 +86,7 @@ class Run:
         source: object = origin
         if origin is None:
             source = array._owner if place is None else ("made", self.backwards.first_run)
-        return source, rows, place, self.numerics, self.backwards.count
+        return source, rows, place, self.numerics, self.num_backwards
 
     @uncompiled
     def local(self, array: ShardedArray) -> Tensor:
@@ -98,7 +104,7 @@ class Run:
 
     def close(self) -> None:
         """Lets go of arrays and gradients: who keeps one of its handles keeps no other."""
-        for held in (self.weights, self._places, self._aliases):
+        for held in (self.weights, self._places, self._aliases, self._reduced):
             held.clear()
 
     def check_alive(self) -> None:
@@ -160,7 +166,7 @@ class Run:
         if tracked and not self.is_reached and all(gradient is None for gradient in leaf_gradients):
             raise UsageError(_independent())
         index = self.session.emit(Event("end_backward", carry=self.carry))  # it may replace the driver
-        self.session.driver.end_backward(index)
+        self._reduced = self.session.driver.end_backward(index)
         plain = iter(leaf_gradients)  # tracked before anything was computed, so they are the tape's first leaves
         for place, leaf in enumerate(tracked):
             if not is_sharded(leaf):
@@ -213,7 +219,7 @@ class Run:
     def _delivered(self, array: ShardedArray) -> Tensor | None:
         """Returns what units delivered for an array and its rows."""
         session, weights = self.session, self.weights.get(array._owner, {})
-        found = [(rows, session.gradients.pop(w)) for rows, w in weights.items() if w in session.gradients]
+        found = [(rows, self._reduced.pop(w)) for rows, w in weights.items() if w in self._reduced]
         if not found or found[0][0] == () == found[-1][0]:
             return found[0][1] if found else None
         total = zeros_like(session, array, self.accum_dtype(array))

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from .session import Session, Use
+from ..planning.program import Program
+from .channel import finish_block, gather_whole, scatter_whole
+from .session import Session
+from .use import Unreduced, Use
 
 Tensor = Any
 
 
 class Eager:
-    """Every collective at its place, awaited: the reference, and the way on for a step that leaves its plan."""
+    """Every collective at its place, awaited: the reference, and the way on for a step that leaves its plan.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    Args:
+        session: the step.
+        left: what the driver before has left.
+        review: called with the program so far when a backward has ended; may refuse it.
+    """
+
+    def __init__(self, session: Session, left: Unreduced, review: Callable[[Program], None] | None = None) -> None:
+        self.session, self._left, self._review = session, left, review
         self._wholes: dict[Use, list[Tensor]] = {}
         self._recomputed: dict[int, list[Tensor]] = {}  # of the unit that was recomputed last, for its backward
 
-    def _gather(self, use: Use, index: int) -> list[Tensor]:
-        self.session.agree(index)
+    def _agree(self, index: int) -> None:
+        """Compares with all ranks what comes next; see Note [Agreement]."""
+        session = self.session
+        if not session.is_abstract:
+            session.control.agree("hpfunc.sharded", lambda: _facts(session, index))
+
+    def _gather_all(self, use: Use, index: int) -> list[Tensor]:
+        self._agree(index)
         wholes = self._recomputed.pop(use.unit, None)
         self._recomputed.clear()
         if wholes is None:
-            wholes = [self.session.gather(w) for w in use.weights]
+            wholes = [self._gather(w) for w in use.weights]
         self._wholes[use] = wholes
         return wholes
 
+    def _gather(self, weight: int) -> Tensor:
+        session = self.session
+        record, local = session.weights[weight], session.backend.detach(session.arrays[weight]._value)
+        if record.num_shards == 1 and record.dtype == record.shard_dtype:
+            return local
+        return gather_whole(local, session.gathers[weight], "gather", record.dtype)
+
     def before_forward(self, use: Use) -> list[Tensor]:
         """See `Driver`."""
-        return self._gather(use, use.index)
+        return self._gather_all(use, use.index)
 
     def after_forward(self, use: Use) -> None:
         """See `Driver`."""
@@ -40,59 +61,74 @@ class Eager:
 
     def before_backward(self, use: Use) -> None:
         """See `Driver`."""
-        self._gather(use, use.backward_index)
+        self._gather_all(use, use.backward_index)
 
     def whole(self, use: Use, index: int) -> Tensor:
         """See `Driver`."""
         found = self._wholes.get(use)
-        return found[index] if found is not None else self.session.gather(use.weights[index])
+        return found[index] if found is not None else self._gather(use.weights[index])
 
-    def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
+    def after_backward(self, use: Use, gradients: Sequence[Tensor]) -> None:
         """See `Driver`."""
-        session, run = self.session, use.run
+        session, run, wholes = self.session, use.run, self._left.wholes
         self._wholes.pop(use, None)
-        for weight, gradient, trainable in zip(use.weights, gradients, use.trainable, strict=True):
-            if trainable:
-                total = session.zeros(weight) if gradient is None else gradient
-                if weight in session.accumulated:
-                    dtype = session.weights[weight].accum_dtype
-                    total = session.backend.add(session.accumulated[weight], total, dtype)
-                session.accumulated[weight] = total
+        for weight, gradient in zip(use.trained, gradients, strict=True):
+            known, dtype = wholes.get(weight), session.weights[weight].accum_dtype
+            wholes[weight] = gradient if known is None else session.backend.add(known, gradient, dtype)
         for weight in dict.fromkeys(use.weights):
-            if weight in session.accumulated and not run.uses_left[weight] and run.carry != "wholes":
-                self._scatter(weight, session.accumulated.pop(weight), carries=run.carry == "shards")
+            if weight in wholes and not run.uses_left[weight] and run.carry != "wholes":
+                self._scatter(weight, carries=run.carry == "shards")
 
-    def _scatter(self, weight: int, whole: Tensor, *, carries: bool) -> None:
+    def _scatter(self, weight: int, *, carries: bool) -> None:
         """Scatters a whole gradient, adds what is carried, and carries the sum on or finishes it."""
-        session, record = self.session, self.session.weights[weight]
-        block = session.scatter(weight, whole)
-        if weight in session.carried:
-            block = session.backend.add(session.carried.pop(weight), block, record.accum_dtype)
+        session, left = self.session, self._left
+        w, gather = session.weights[weight], session.gathers[weight]
+        block = scatter_whole(left.wholes.pop(weight), gather, "reduce_scatter", w.reduce_dtype, w.divisor)
+        if weight in left.blocks:
+            block = session.backend.add(left.blocks.pop(weight), block, w.accum_dtype)
         if carries:
-            session.carried[weight] = session.backend.cast(block, record.accum_dtype)
+            left.blocks[weight] = session.backend.cast(block, w.accum_dtype)
         else:
-            session.gradients[weight] = session.finish(weight, block)
+            self._finish(weight, block)
+
+    def _finish(self, weight: int, block: Tensor) -> None:
+        """Reduces a scattered block over `reduce_axes`; may write into it."""
+        w, gather = self.session.weights[weight], self.session.gathers[weight]
+        finished = finish_block(block, gather, w.reduce_axes, "all_reduce", w.reduce_dtype, w.divisor, w.accum_dtype)
+        self._left.finished[weight] = finished
 
     def pin(self, index: int) -> None:
         """See `Driver`."""
-        self.session.agree(index)
+        self._agree(index)
 
-    def end_backward(self, index: int) -> None:
+    def end_backward(self, index: int) -> dict[int, Tensor]:
         """See `Driver`. What the last of several backwards has not used is finished here."""
-        session = self.session
-        session.agree(index)
-        session.review(session.program)
+        session, left = self.session, self._left
+        self._agree(index)
+        if self._review is not None:
+            self._review(session.program)
         self._recomputed.clear()
         if session.events[index].carry:
-            return
-        for weight in sorted(session.accumulated):
-            self._scatter(weight, session.accumulated.pop(weight), carries=False)
-        for weight in sorted(session.carried):
-            session.gradients[weight] = session.finish(weight, session.carried.pop(weight))
+            return {}
+        for weight in sorted(left.wholes):
+            self._scatter(weight, carries=False)
+        for weight in sorted(left.blocks):
+            self._finish(weight, left.blocks.pop(weight))
+        finished, left.finished = left.finished, {}
+        return finished
 
     def end_step(self, index: int) -> None:
         """See `Driver`."""
-        self.session.agree(index)
+        self._agree(index)
 
-    def leave(self) -> None:
-        """See `Driver`. Nothing is ever under way, and what is unreduced is with the session."""
+    def leave(self) -> Unreduced:
+        """See `Driver`. Nothing is ever under way."""
+        return self._left
+
+
+def _facts(session: Session, index: int) -> str:
+    event = session.events[index]
+    lines = [f"event {index} is {session.program.spell(event)}"]
+    if event.unit is not None:
+        lines += [f"event {index} uses {session.weights[w]}" for w in session.units[event.unit].weights]
+    return "\n".join(lines)

@@ -15,7 +15,7 @@ from ..planning.policy import PACK_BELOW_BYTES, Policy
 from ..planning.program import Program
 from .agreement import control
 from .channel import Comm, comm
-from .session import current_session
+from .context import current_session
 
 _NAME = "hpfunc.probe"
 _SMALLEST, _LARGEST = 1 << 12, 1 << 20  # to copy more costs more than the message that it saves

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 from .. import backends
 from .._errors import HpfuncWarning, MeshError, message
 from .._values.array import ShardedArray, flatten_array, unflatten_array
 from .._values.mesh import CUTTING, DATA, REPLICATING, AxisNames, Mesh, as_axes, default_data_axes
-
-_current: ContextVar[Mesh | None] = ContextVar("hpfunc_mesh", default=None)
 
 
 def make_mesh(
@@ -95,40 +91,3 @@ def _warn_about_machines(mesh: Mesh) -> None:
 
 def _long_axes(mesh: Mesh, names: frozenset[str]) -> list[str]:
     return [axis for axis, size in mesh.shape.items() if axis.lower() in names and size > 1]
-
-
-@contextmanager
-def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Makes `mesh` the one whose axes `psum` and its kin mean, for the body of a ``with`` statement.
-
-    >>> with use_mesh(make_mesh((1,), ("shard",))) as mesh:
-    ...     current_mesh("example").axis_names
-    ('shard',)
-    """
-    token = _current.set(mesh)
-    try:
-        yield mesh
-    finally:
-        _current.reset(token)
-
-
-def mesh_in_use() -> Mesh | None:
-    """Returns the mesh of the enclosing step or `use_mesh`, if there is one.
-
-    >>> mesh_in_use() is None
-    True
-    """
-    return _current.get()
-
-
-def current_mesh(function: str, mesh: Mesh | None = None) -> Mesh:
-    """Returns `mesh`, else the one that is in use.
-
-    Raises:
-        MeshError: none is.
-    """
-    found = mesh if mesh is not None else _current.get()
-    if found is None:
-        hint = "call it inside a hpfunc.sharded step or `with hpfunc.use_mesh(mesh)`, or give `mesh=`"
-        raise MeshError(message(function, "no mesh is in use", hint=hint))
-    return found

@@ -12,8 +12,10 @@ from ..planning.checking.symbolic_run import scattered
 from ..planning.leaving import to_finish, touched
 from ..planning.schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 from .blocks import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
-from .session import Session, Use
-from .timeline import Timeline, current_timeline
+from .context import current_timeline
+from .session import Session
+from .timeline import Timeline
+from .use import Unreduced, Use
 
 Tensor = Any
 _WHOLE_GRADIENTS = ("gradient", "total")
@@ -104,6 +106,7 @@ class Planned:
         self.buffers: list[Tensor | None] = [None] * len(schedule.buffers)
         self.pending: list[Any] = [None] * len(self.prepared.ops)
         self.issued = [False] * len(self.prepared.ops)
+        self.delivered: dict[int, Tensor] = {}
         self.left: Any = None  # where the compute stream was when the plan was left
         self.timeline: Timeline | None = current_timeline()
 
@@ -125,43 +128,44 @@ class Planned:
         """See `Driver`."""
         return self._whole(use, use.index if use.backward_index < 0 else use.backward_index, index)
 
-    def after_backward(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
+    def after_backward(self, use: Use, gradients: Sequence[Tensor]) -> None:
         """See `Driver`."""
         compute = self.prepared.ops[self.prepared.compute[use.backward_index]]
         assert isinstance(compute, Compute)
-        wanted = [
-            pair for pair, trains in zip(zip(use.weights, gradients, strict=True), use.trainable, strict=True) if trains
-        ]
-        for region, (weight, gradient) in zip(compute.writes, wanted, strict=True):
-            self.buffers[region.buffer] = self.session.zeros(weight) if gradient is None else gradient
+        for region, gradient in zip(compute.writes, gradients, strict=True):
+            self.buffers[region.buffer] = gradient
         self._end(use.backward_index)
 
     def pin(self, index: int) -> None:
         """See `Driver`."""
 
-    def end_backward(self, index: int) -> None:
+    def end_backward(self, index: int) -> dict[int, Tensor]:
         """See `Driver`."""
         self._run(index, "before")
+        delivered, self.delivered = self.delivered, {}
+        return delivered
 
     def end_step(self, index: int) -> None:
         """See `Driver`."""
         self._run(index, "before")
         self.buffers = []  # what was delivered is the caller's now
 
-    def leave(self) -> None:
-        """Finishes what has begun, drops all else, and hands gradients to the session. See Note [Leaving a plan]."""
+    def leave(self) -> Unreduced:
+        """Finishes what has begun, drops all else, and returns gradients. See Note [Leaving a plan]."""
         self.left = self.streams.issue("leave", "compute", (), lambda: None, self.session.control.poll)
         for i in to_finish(self.schedule, self.issued):
             self._issue(i)
         for i in range(len(self.pending)):
             self._wait(i)
+        left = Unreduced(finished=self.delivered)
         for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):
             if buffer.kind in _WHOLE_GRADIENTS and tensor is not None and buffer.weight is not None:
-                self.session.accumulated[buffer.weight] = tensor
+                left.wholes[buffer.weight] = tensor
         issued = {op.name for op, done in zip(self.prepared.ops, self.issued, strict=True) if done}
         for weight, region in scattered(self.schedule, issued).items():
-            self.session.carried[weight] = self._flat(region)
+            left.blocks[weight] = self._flat(region)
         self.buffers = [None] * len(self.buffers)
+        return left
 
     # --- slots ------------------------------------------------------------------------------------------------------
     def _begin(self, event: int) -> None:
@@ -256,7 +260,7 @@ class Planned:
             delivered = self.buffers[op.region.buffer]
         else:
             delivered = local_view(self._flat(op.region), self._gather(op.weight), self.coordinate)
-        self.session.gradients[op.weight] = delivered
+        self.delivered[op.weight] = delivered
 
     # --- ops --------------------------------------------------------------------------------------------------------
     def _launch(self, op: Launch) -> Any:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 LANES = ("compute", "gather", "reduce_scatter", "all_reduce")
 _COLORS = {"compute": "#4C72B0", "gather": "#55A868", "reduce_scatter": "#DD8452", "all_reduce": "#C44E52"}
-_current: ContextVar[Timeline | None] = ContextVar("hpfunc_timeline", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +92,3 @@ class Timeline:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         figure.savefig(path, dpi=150)
-
-
-def current_timeline() -> Timeline | None:
-    """Returns the timeline that is being recorded."""
-    return _current.get()
-
-
-@contextmanager
-def record_timeline() -> Iterator[Timeline]:
-    """Records the planned steps in the body of a ``with`` statement.
-
-    Only steps that follow a plan leave spans: the first call of a `sharded` step is the one that records it.
-
-    >>> with record_timeline() as timeline:
-    ...     pass
-    >>> timeline.spans
-    []
-    """
-    timeline = Timeline()
-    token = _current.set(timeline)
-    try:
-        yield timeline
-    finally:
-        _current.reset(token)

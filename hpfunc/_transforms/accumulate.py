@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 
 from .. import backends
 from .._errors import LeafError, PolicyError, UsageError, message
+from .._running.context import current_session, stepping
 from .._running.differentiation import Backwards
-from .._running.session import Session, current_session, session_scope
+from .._running.eager import Eager
+from .._running.session import Session
 from .._values.array import describe, is_sharded
 from .._values.mesh import Mesh
 from .._values.tree import flatten, paths, unflatten
@@ -111,9 +113,9 @@ def _one_session(mesh: Mesh) -> Iterator[None]:
     if current_session() is not None:
         yield
         return
-    session = Session(mesh)
+    session = Session(mesh, Eager)
     try:
-        with session_scope(session):
+        with stepping(session):
             yield
     except BaseException as error:
         session.control.fail(error)

@@ -8,7 +8,6 @@ A plain tensor is each rank's own value. ``psum <-> pvary``, ``all_gather <-> ps
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from .._errors import LeafError, MeshError, UsageError, message
 from .._running.caller_collectives import pinned, refusing_together
 from .._running.channel import Comm, comm
 from .._running.comparisons import compared
-from .._running.make_mesh import current_mesh
+from .._running.context import current_mesh, current_run
 from .._values.array import describe
 from .._values.mesh import AxisNames, Mesh
 from .._values.numerics import check_sums, dtype_name
@@ -31,7 +30,6 @@ Tensor = Any
 Map = Callable[[Tensor], Tensor]
 Maps = tuple[Map, Map | None]  # a linear map and its transpose
 Check = Callable[[str, Sequence[Tensor], Callable[[], Sequence[str]]], None]
-mean_axes: ContextVar[frozenset[str]] = ContextVar("hpfunc_mean_axes", default=frozenset())
 
 
 @uncompiled
@@ -64,7 +62,8 @@ def _apply(
 
 
 def _refuse_in_mean(function: str, channel: Comm, tensor: Tensor) -> None:
-    axes = [axis for axis in channel.axes if axis in mean_axes.get()]
+    run = current_run()
+    axes = [] if run is None else [axis for axis in channel.axes if axis in run.mean_axes]
     if axes and channel.backend.is_transformed([tensor]):
         rule = f"a differentiated function reduces over the data axis {axes[0]!r}, over which its gradient is a mean"
         hint = "return each rank's own loss, and reduce it after value_and_grad; or use Numerics(reduce_op='sum')"

@@ -12,16 +12,16 @@ import optree
 
 from .._errors import LeafError, UsageError, message
 from .._running.comparisons import compare_gradients
-from .._running.differentiation import Backwards, Run, current_run
-from .._running.make_mesh import current_mesh, use_mesh
-from .._running.session import Session, current_session
+from .._running.context import current_mesh, current_run, current_session, differentiating, use_mesh
+from .._running.differentiation import Backwards, Run
+from .._running.eager import Eager
+from .._running.session import Session
 from .._running.writes import refuse_written
 from .._values.array import check_gatherable, check_one_mesh, describe, is_sharded
 from .._values.mesh import Mesh
 from .._values.numerics import Numerics, has_sums
 from .._values.tree import flatten, paths, unflatten
 from ..backends import uncompiled
-from .collectives import mean_axes
 from .freeze import marks_of
 
 Tensor = Any
@@ -228,14 +228,14 @@ class GradFunction:
         self, args: Sequence[Any], kwargs: dict[str, Any], backwards: Backwards
     ) -> tuple[Tensor, Any, tuple[Any, ...] | None]:
         """Returns loss, aux and gradients; gradients are None if this backward carries them on."""
-        if current_run.get() is not None:
+        if current_run() is not None:
             rule = "value_and_grad is called inside a function that is being differentiated"
             hint = "for second order differentiate `hpfunc.unshard` with torch.func; else call it before or after"
             raise UsageError(message(_NAME, rule, hint=hint))
         mesh = self.mesh_of(args)
         picked = _Picked.of(tuple(args[n] for n in self.argnums))
         owned = current_session()
-        session = owned or Session(mesh)
+        session = owned or Session(mesh, Eager)
         try:
             _check_leaves(_NAME, picked, session, self.numerics)
             with session.backend.ordinary() as convert, closing(Run(session, self.numerics, backwards)) as run:
@@ -272,15 +272,12 @@ class GradFunction:
                 loss, aux = _split(self._fun(*filled, **kwargs), self._has_aux)
             return loss
 
-        mean = frozenset(session.mesh.data_axes) if self.numerics.reduce_op == "mean" else frozenset()
-        tokens = current_run.set(run), mean_axes.set(mean)
         try:
-            run.differentiate(forward, tracked)
+            with differentiating(run):
+                run.differentiate(forward, tracked)
         finally:
             run.state = "done"
             run.tape.close()
-            current_run.reset(tokens[0])
-            mean_axes.reset(tokens[1])
         loss, aux = _untrack(session, loss), _untrack(session, aux)
         if run.carry:
             return loss, aux, None

@@ -13,12 +13,13 @@ from typing import Any
 from .. import backends
 from .._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
 from .._running.agreement import agreeing
+from .._running.context import stepping
+from .._running.eager import Eager
 from .._running.link_probe import settle
-from .._running.make_mesh import use_mesh
 from .._running.planned import Planned, Prepared
 from .._running.predict import predict
 from .._running.replicas import compare_arguments
-from .._running.session import Session, session_scope
+from .._running.session import Session
 from .._running.writes import refuse_written, renewed, watch
 from .._values.array import ShardedArray, describe, is_sharded, layout_of
 from .._values.mesh import Mesh, PartitionSpec
@@ -108,7 +109,8 @@ class ShardedStep:
             ``Policy(pack_below_bytes=None)`` what `probe` sends, if it was not measured before.
         """
         counted = self._backend.counters.copy()
-        session = Session(self.mesh, debug=self._debug)
+        reference = functools.partial(Eager, review=functools.partial(self._review, measures=True))
+        session = Session(self.mesh, reference, debug=self._debug)
         leaves, treedef = flatten((args, kwargs), is_sharded)
         signature = _signature(leaves, treedef)
         known = self._known.get(signature)
@@ -116,7 +118,6 @@ class ShardedStep:
             known = self._known[signature] = self._admit(session, args, kwargs, leaves)
         filled, arrays = self._fill(session, leaves, known)
         session.names = known.names
-        session.review = functools.partial(self._review, measures=True)
         expected = self._expect(session, known)
         prepared = self._plans.get(expected)
         if self._debug or prepared is None:
@@ -127,7 +128,7 @@ class ShardedStep:
         kept = {i: array for i, array in arrays.items() if not array.is_donated}
         try:
             refuse_written(_NAME, arrays.values(), lambda: [known.names[i] for i in arrays])
-            with session_scope(session), use_mesh(self.mesh):
+            with stepping(session):
                 outputs = self._fn(*new_args, **new_kwargs)
                 session.end()
             refuse_written(_NAME, kept.values(), lambda: [known.names[i] for i in kept])
@@ -155,13 +156,13 @@ class ShardedStep:
         """
         leaves, treedef = flatten((args, kwargs), is_sharded)
         with self._backend.abstract() as convert:
-            session = Session(self.mesh, is_abstract=True, debug=self._debug)
-            session.review = functools.partial(self._review, measures=False)
+            reference = functools.partial(Eager, review=functools.partial(self._review, measures=False))
+            session = Session(self.mesh, reference, is_abstract=True, debug=self._debug)
             known = self._admit(session, args, kwargs, leaves)
             session.names = known.names
             filled, _ = self._fill(session, [_abstract(leaf, convert) for leaf in leaves], known)
             new_args, new_kwargs = unflatten(treedef, filled)
-            with session_scope(session), use_mesh(self.mesh):
+            with stepping(session):
                 self._fn(*new_args, **new_kwargs)
             session.end()
         return Lowered(session.program, self._plan(session.program, measures=False))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, cast
 
 import optree
 
 from .. import backends
 from .._errors import LeafError, MeshError, UsageError, message
-from .._running.differentiation import Run, current_run
-from .._running.session import Session, Use, current_session
+from .._running.context import current_run, current_session, unit_label
+from .._running.differentiation import Run
+from .._running.eager import Eager
+from .._running.session import Session
+from .._running.use import Use
 from .._values.array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
 from .._values.mesh import AxisNames, as_axes
 from .._values.numerics import Numerics
@@ -24,7 +26,6 @@ Tensor = Any
 Names = Callable[[], list[str]]
 Axes = tuple[str, ...]
 _NAME = "hpfunc.unit"
-_computing: ContextVar[str | None] = ContextVar("hpfunc_unit", default=None)
 
 
 def unit(
@@ -101,11 +102,11 @@ def _use_unit(
         filled = list(leaves)
         for i, whole in zip(places, wholes, strict=True):
             filled[i] = whole
-        token = _computing.set(label)
+        token = unit_label.set(label)
         try:
             return fn(unflatten(treedef, filled), *args, **kwargs)
         finally:
-            _computing.reset(token)
+            unit_label.reset(token)
 
     def names() -> list[str]:
         every = paths(params, "params", is_sharded)
@@ -164,7 +165,7 @@ def _call(
     remat, inside = options
     # Only a run tracks arrays. One that has ended may have left an array behind, which is a constant now.
     tracking = [a._tracker for a in arrays if a._tracker is not None and a._tracker.state != "done"]
-    run = cast(Run, tracking[0]) if tracking else current_run.get()
+    run = cast(Run, tracking[0]) if tracking else current_run()
     backend = backends.get(arrays[0].mesh.framework)
     if backend.is_transformed(() if run is not None else _inputs(backend, arrays, args, kwargs)):
         if run is not None:
@@ -175,7 +176,7 @@ def _call(
             rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
             raise UsageError(message(_NAME, rule, hint=hint))
         return body([unshard_array(_NAME, a, axes) for a in arrays], *args, **kwargs)  # the leaf form
-    if (outer := _computing.get()) is not None:  # its events would lie inside of the other's, which no plan can follow
+    if (outer := unit_label.get()) is not None:  # its events would lie inside of the other's, which no plan can follow
         hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
         raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
     if run is not None:
@@ -271,7 +272,7 @@ def _forward_only(
     kwargs: Any,
 ) -> Any:
     owned = current_session() if run is None else run.session
-    session = owned or Session(arrays[0].mesh)
+    session = owned or Session(arrays[0].mesh, Eager)
     try:
         if owned is None:  # the arguments of a step have names already
             session.paths.update((array._owner, name) for name, array in zip(names(), arrays, strict=True))

@@ -9,7 +9,7 @@ from .. import backends
 from .._errors import SpecError, message
 from .._running.caller_collectives import together
 from .._running.channel import comm, gather_whole, reduce_whole
-from .._running.make_mesh import current_mesh
+from .._running.context import current_mesh
 from .._running.writes import refuse_written
 from .._values.array import ShardedArray, check_sharded, describe, is_sharded, layout_of
 from .._values.layout import Gather, Layout

@@ -11,7 +11,7 @@ import optree
 
 from .. import backends
 from .._errors import LeafError, MeshError, message
-from .._running.make_mesh import mesh_in_use
+from .._running.context import mesh_in_use
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
 from .._values.tree import dotted_paths, flatten

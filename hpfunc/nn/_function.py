@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .._errors import LeafError, UsageError, message
-from .._running.differentiation import current_run
-from .._running.session import current_session
+from .._running.context import current_run, current_session
 from .._values.array import is_sharded
 from ._choose import Choice
 
@@ -170,7 +169,7 @@ class ModuleFunction:
 
 def _refuse_wrong_training(skeleton: Skeleton, params: Mapping[str, Any]) -> None:
     """Refuses a step that would train each rank alone, or what the module does not train."""
-    run = current_run.get()
+    run = current_run()
     session = current_session() if run is None else run.session
     if session is None:
         return

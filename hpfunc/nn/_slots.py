@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .._errors import UsageError, message
+from .._running.context import module_call, module_unit
 
 Tensor = Any
 NAME = "hpfunc.from_module"
@@ -23,10 +23,6 @@ class Running(Protocol):
     def whole(self, path: str) -> Tensor:
         """Returns a parameter's values, for use outside of the unit that it belongs to: as a unit of its own."""
         ...
-
-
-current_call: ContextVar[Any] = ContextVar("hpfunc_nn_call", default=None)
-current_unit: ContextVar[str | None] = ContextVar("hpfunc_nn_unit", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +64,13 @@ def computing(
 ) -> Iterator[None]:
     """Makes a unit's module ready for the time of the body: its values, its modes, and its name for errors."""
     before = [module.training for _, module in part.modules]
-    token = current_unit.set(part.path)
+    token = module_unit.set(part.path)
     try:
         with filled(part.weights, weights), filled(part.buffers, buffers):
             set_modes(part.modules, modes)
             yield
     finally:
-        current_unit.reset(token)
+        module_unit.reset(token)
         for (_, module), mode in zip(part.modules, before, strict=True):
             module.training = mode
 
@@ -91,7 +87,7 @@ def whole_of(path: str) -> Tensor:
     Raises:
         UsageError: no call runs, or the use is inside of another unit.
     """
-    call, inside = current_call.get(), current_unit.get()
+    call, inside = module_call.get(), module_unit.get()
     if inside is not None:
         rule = f"the unit {inside!r} uses a parameter of another module, which is not gathered with it"
         hint = "choose units such that the parameter is in this one, or pass it as an argument of the module's call"

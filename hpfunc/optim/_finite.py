@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .. import backends
 from .._errors import LeafError, message
-from .._running.make_mesh import mesh_in_use
+from .._running.context import mesh_in_use
 from .._transforms.collectives import psum
 from .._values.array import is_sharded
 from .._values.mesh import Mesh

@@ -25,21 +25,11 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from ... import backends
 from ..._errors import UsageError, message
+from ..._running.context import module_call
 from ..._transforms.unit import unit
 from ..._values.array import is_sharded
 from .._choose import Choice
-from .._slots import (
-    NAME,
-    Part,
-    Slot,
-    computing,
-    current_call,
-    filled,
-    owners_of_hooks,
-    refuse_writes,
-    set_modes,
-    whole_of,
-)
+from .._slots import NAME, Part, Slot, computing, filled, owners_of_hooks, refuse_writes, set_modes, whole_of
 from .parts import PARTS, is_state
 
 Tensor = Any
@@ -180,7 +170,7 @@ class Skeleton:
     def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
         """Returns the outputs and the buffers after the call."""
         call.looks = (call.modes, entry) not in self._looked
-        token = current_call.set(call)
+        token = module_call.set(call)
         try:
             with filled(self._buffers, self._places(buffers)), _explaining_writes():
                 set_modes(enumerate(self._cells), call.modes)
@@ -188,7 +178,7 @@ class Skeleton:
                 outputs = method(*args, **kwargs)
                 after = {slot.path: plain(slot.tensors[slot.name]) for slot in self._buffers}
         finally:
-            current_call.reset(token)
+            module_call.reset(token)
         call.check_unwritten()
         self._looked.add((call.modes, entry))
         return outputs, after
@@ -219,7 +209,7 @@ class Skeleton:
         vars(cell)["construct"] = lambda *args, **kwargs: self._use(part, original, args, kwargs)
 
     def _use(self, part: Part, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call = current_call.get()
+        call = module_call.get()
         if call is None:
             raise UsageError(message(NAME, f"the unit {part.path!r} is used outside of a call"))
         weights = {slot.path: call.params[slot.path] for slot in part.weights}

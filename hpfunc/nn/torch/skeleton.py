@@ -26,12 +26,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from ..._errors import UsageError, message
+from ..._running.context import module_call
 from ..._transforms.unit import unit_around
 from ..._values.array import ShardedArray, is_sharded
 from ...backends.torch.abstract import is_abstract
 from ...backends.torch.autograd import enclosing_hooks
 from .._choose import Choice
-from .._slots import NAME, Part, Slot, computing, current_call, filled, owners_of_hooks, refuse_writes
+from .._slots import NAME, Part, Slot, computing, filled, owners_of_hooks, refuse_writes
 from .inside import Home, Reopening
 from .stand_in import Call, StandIn
 
@@ -135,7 +136,7 @@ class Skeleton:
         self._home.close()
         held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
         call.placed = {path: (x, x._version) for path, x in held.items()}
-        token = current_call.set(call)
+        token = module_call.set(call)
         try:
             with filled(self._buffers, held):
                 self._home.take(call.modes)
@@ -143,7 +144,7 @@ class Skeleton:
                 outputs = method(*args, **kwargs)
                 after = {slot.path: slot.tensors[slot.name] for slot in self._buffers}
         finally:
-            current_call.reset(token)
+            module_call.reset(token)
         call.check_unwritten()
         call.changed |= _written(after, call.placed)
         return outputs, {path: x.detach() for path, x in after.items()}
@@ -179,7 +180,7 @@ class Skeleton:
         module.forward = forward
 
     def _use(self, part: Part, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call, is_repeated = current_call.get(), False
+        call, is_repeated = module_call.get(), False
         if call is None:  # activation checkpointing calls parts again in backward, when the call has ended
             call, is_repeated = self._repeated, True
         if call is None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..._running.context import module_call, module_unit
 from ..._transforms.unit import unit
 from ..._values.array import is_sharded
 from ...backends.torch.autograd import enclosing_hooks
-from .._slots import current_call, current_unit, refuse_writes, whole_of
+from .._slots import refuse_writes, whole_of
 from .inside import Home
 
 Tensor = torch.Tensor
@@ -50,7 +51,7 @@ class StandIn(Tensor):
 
     def value(self) -> Tensor:
         """Returns the values."""
-        opened = self.home.open if self.home is not None and current_unit.get() is None else None
+        opened = self.home.open if self.home is not None and module_unit.get() is None else None
         found = None if opened is None else opened.value(self.path)
         return whole_of(self.path) if found is None else found
 
@@ -59,7 +60,7 @@ class StandIn(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
-            call = current_call.get()
+            call = module_call.get()
             if func in _PLACE:
                 return func(torch.empty(0, device=call.device if call else "cpu"), *args[1:])
         args, kwargs = pytree.tree_map_only(StandIn, StandIn.value, (args, kwargs or {}))

@@ -1,0 +1,120 @@
+"""What encloses the code that runs: a mesh, a step, a differentiation, a unit, a module's call, a timeline.
+
+All context variables of hpfunc are here. A hook of autograd sees those of the code that called for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from .._errors import MeshError, message
+from .._values.mesh import Mesh
+from .differentiation import Run
+from .session import Session
+from .timeline import Timeline
+
+_mesh: ContextVar[Mesh | None] = ContextVar("hpfunc_mesh", default=None)
+_session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)
+_run: ContextVar[Run | None] = ContextVar("hpfunc_run", default=None)
+_timeline: ContextVar[Timeline | None] = ContextVar("hpfunc_timeline", default=None)
+unit_label: ContextVar[str | None] = ContextVar("hpfunc_unit", default=None)
+"""The unit whose function is being called."""
+module_call: ContextVar[Any] = ContextVar("hpfunc_module_call", default=None)
+"""The call of a module's copy (see `nn`)."""
+module_unit: ContextVar[str | None] = ContextVar("hpfunc_module_unit", default=None)
+"""The path of that one of its units which computes."""
+
+
+def current_session() -> Session | None:
+    """Returns the session of the enclosing `sharded` step or `accumulate`, if there is one."""
+    return _session.get()
+
+
+@contextmanager
+def stepping(session: Session) -> Iterator[None]:
+    """Makes `session` the one of the enclosing step, and its mesh the one in use."""
+    tokens = _session.set(session), _mesh.set(session.mesh)
+    try:
+        yield
+    finally:
+        _session.reset(tokens[0])
+        _mesh.reset(tokens[1])
+
+
+def current_run() -> Run | None:
+    """Returns the differentiation whose function, or backward, is being called."""
+    return _run.get()
+
+
+@contextmanager
+def differentiating(run: Run) -> Iterator[None]:
+    """Makes `run` the enclosing differentiation."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Makes `mesh` the one whose axes `psum` and its kin mean, for the body of a ``with`` statement.
+
+    >>> with use_mesh(hpfunc.make_mesh((1,), ("shard",))) as mesh:
+    ...     current_mesh("example").axis_names
+    ('shard',)
+    """
+    token = _mesh.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _mesh.reset(token)
+
+
+def mesh_in_use() -> Mesh | None:
+    """Returns the mesh of the enclosing step or `use_mesh`, if there is one.
+
+    >>> mesh_in_use() is None
+    True
+    """
+    return _mesh.get()
+
+
+def current_mesh(function: str, mesh: Mesh | None = None) -> Mesh:
+    """Returns `mesh`, else the one that is in use.
+
+    Raises:
+        MeshError: none is.
+    """
+    found = mesh if mesh is not None else _mesh.get()
+    if found is None:
+        hint = "call it inside a hpfunc.sharded step or `with hpfunc.use_mesh(mesh)`, or give `mesh=`"
+        raise MeshError(message(function, "no mesh is in use", hint=hint))
+    return found
+
+
+def current_timeline() -> Timeline | None:
+    """Returns the timeline that is being recorded."""
+    return _timeline.get()
+
+
+@contextmanager
+def record_timeline() -> Iterator[Timeline]:
+    """Records the planned steps in the body of a ``with`` statement.
+
+    Only steps that follow a plan leave spans: the first call of a `sharded` step is the one that records it.
+
+    >>> with record_timeline() as timeline:
+    ...     pass
+    >>> timeline.spans
+    []
+    """
+    timeline = Timeline()
+    token = _timeline.set(timeline)
+    try:
+        yield timeline
+    finally:
+        _timeline.reset(token)

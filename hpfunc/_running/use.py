@@ -1,0 +1,218 @@
+"""One call of a unit, `Use`, and whom it tells: the step that records it, the driver, the differentiation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
+
+from .._values.array import Owner, ShardedArray
+from .._values.layout import Gather
+from .._values.mesh import Mesh
+from .._values.numerics import Numerics
+from ..backends import Backend, Inside
+from ..planning.program import Carry, Event, Unit, Weight
+
+Tensor = Any
+
+
+@dataclass(slots=True)
+class Unreduced:
+    """Gradients of a backward that has not ended, by weight.
+
+    Attributes:
+        wholes: whole ones, to which those of further uses are to be added.
+        blocks: scattered ones, to which those of a later backward are to be added.
+        finished: those that only wait for the end of the backward.
+    """
+
+    wholes: dict[int, Tensor] = field(default_factory=dict)
+    blocks: dict[int, Tensor] = field(default_factory=dict)
+    finished: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Driver(Protocol):
+    """Moves the data of a session."""
+
+    def before_forward(self, use: Use) -> list[Tensor]:
+        """Returns the whole weights of a use, or of a call that repeats one: ``use.index`` is its event."""
+        ...
+
+    def after_forward(self, use: Use) -> None:
+        """The use, or the call that repeats it, has computed its forward."""
+        ...
+
+    def before_backward(self, use: Use) -> None:
+        """The backward of a use begins."""
+        ...
+
+    def whole(self, use: Use, index: int) -> Tensor:
+        """Returns one of the whole weights of a use whose backward has begun."""
+        ...
+
+    def after_backward(self, use: Use, gradients: Sequence[Tensor]) -> None:
+        """The backward of a use has ended, with the whole gradients of the weights in `Use.trained`."""
+        ...
+
+    def pin(self, index: int) -> None:
+        """The caller's own collective follows."""
+        ...
+
+    def end_backward(self, index: int) -> dict[int, Tensor]:
+        """The backward of a run has ended. Returns the reduced gradients by weight, which the driver forgets."""
+        ...
+
+    def end_step(self, index: int) -> None:
+        """The step is over."""
+        ...
+
+    def leave(self) -> Unreduced:
+        """Brings what is under way to an end, and returns what another driver goes on with."""
+        ...
+
+
+class Differentiating(Protocol):
+    """One differentiation, as the weights and uses of a step see it.
+
+    Attributes:
+        state: ``"forward"``, ``"backward"`` or ``"done"``.
+        num_backwards: how many backwards make one gradient.
+        carry: what its backward leaves to the next of them.
+        uses_left: for each weight, how many uses still have their backward before them.
+        weights: the weights of the program by array: key () is the whole array, (i,) its row i.
+    """
+
+    state: str
+    numerics: Numerics
+    num_backwards: int
+    carry: Carry
+    uses_left: dict[int, int]
+    weights: dict[Owner, dict[tuple[int, ...], int]]
+
+    def key(self, array: ShardedArray, rows: tuple[int, ...], origin: int | None) -> object:
+        """Returns the key under which an array or row is one weight of the program."""
+        ...
+
+    def expect(self, use: Use) -> None:
+        """A use will have a backward."""
+        ...
+
+    def settle(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
+        """A use has had its backward."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raises UsageError if the graph is used outside of its backward."""
+        ...
+
+
+class Members(NamedTuple):
+    """What is known of the weights of a unit, in their order; `trained` are the indices of those that train."""
+
+    trainable: list[bool]
+    released: list[bool]
+    names: list[str]
+    trained: list[int]
+
+
+class Recorder(Protocol):
+    """The step that a use belongs to. See `Session`."""
+
+    mesh: Mesh
+    backend: Backend
+    driver: Driver
+    weights: list[Weight]
+    arrays: list[ShardedArray]
+    gathers: list[Gather]
+    units: list[Unit]
+    members: list[Members]
+
+    def count_use(self, unit: int) -> int:
+        """Returns the number of the next use of a unit."""
+        ...
+
+    def emit(self, event: Event, use: Use | None = None) -> int:
+        """Writes an event down, and returns its index."""
+        ...
+
+
+class Use:
+    """One call of a unit: what the backend's VJP nodes and the driver know of it."""
+
+    __slots__ = (
+        "arrays", "backward_index", "changed", "index", "inside", "names", "needs_backward", "num_recomputes",
+        "number", "released", "remat", "run", "scope", "session", "trainable", "trained", "unit", "weights",
+    )  # fmt: skip
+
+    def __init__(
+        self, session: Recorder, run: Differentiating | None, arrays: Sequence[ShardedArray], unit: int
+    ) -> None:
+        self.session, self.arrays, self.unit = session, arrays, unit
+        self.run = cast(Differentiating, run)  # a use without backward has none
+        self.weights = session.units[unit].weights
+        self.trainable, self.released, self.names, self.trained = session.members[unit]
+        self.needs_backward = self.remat = False
+        self.inside: Inside | None = None
+        self.changed: list[Any] = []
+        self.scope: object = None
+        self.num_recomputes = 0
+        self.number = self.index = self.backward_index = -1
+
+    def before_forward(self) -> list[Tensor]:
+        """Returns the whole weights."""
+        self.number = self.session.count_use(self.unit)
+        self.index = self.session.emit(Event("forward", self.unit, self.number), self)
+        return self.session.driver.before_forward(self)
+
+    def after_forward(self) -> None:
+        """Releases them, as the driver decides."""
+        if self.needs_backward:
+            self.run.expect(self)
+        self.session.driver.after_forward(self)
+
+    @property
+    def label(self) -> str:
+        """The name of the unit."""
+        return self.session.units[self.unit].name
+
+    def inner(self) -> Use | None:
+        """See `UnitUse`."""
+        return Use(self.session, self.run, self.arrays, self.unit) if self.run.state == "forward" else None
+
+    def dismiss(self) -> None:
+        """See `UnitUse`."""
+        self.run.settle(self, ())
+
+    def whole(self, index: int) -> Tensor:
+        """See `UnitUse`."""
+        return self.session.driver.whole(self, index)
+
+    def before_recompute(self) -> list[Tensor]:
+        """See `UnitUse`."""
+        self.index = self.session.emit(Event("recompute", self.unit, self.number), self)
+        return self.session.driver.before_forward(self)
+
+    def after_recompute(self) -> None:
+        """See `UnitUse`."""
+        self.session.driver.after_forward(self)
+
+    def before_backward(self) -> None:
+        """See `UnitUse`."""
+        self.run.check_alive()
+        self.backward_index = self.session.emit(Event("backward", self.unit, self.number), self)
+        self.session.driver.before_backward(self)
+
+    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """See `UnitUse`."""
+        self.run.check_alive()
+        self.run.settle(self, gradients)
+        wanted = zip(self.trained, itertools.compress(gradients, self.trainable), strict=True)
+        filled = [self._zeros(w) if gradient is None else gradient for w, gradient in wanted]
+        self.session.driver.after_backward(self, filled)
+
+    def _zeros(self, weight: int) -> Tensor:
+        session = self.session
+        shape = session.gathers[weight].whole_shape(session.mesh.coordinate)
+        device = session.backend.device_of(session.arrays[weight]._value)
+        return session.backend.empty(shape, session.weights[weight].dtype, device, zero=True)
