@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .. import backends
-from .._errors import DonatedError, HpfuncWarning, PolicyError, SpecError, UsageError, message
-from .._running.agreement import agreeing
+from .._errors import SpecError, UsageError, message
 from .._running.context import stepping
 from .._running.eager import Eager
-from .._running.link_probe import settle
-from .._running.planned import Planned, Prepared
-from .._running.predict import predict
+from .._running.planned import Planned
 from .._running.replicas import compare_arguments
 from .._running.session import Session
-from .._running.writes import refuse_written, renewed, watch
-from .._values.array import ShardedArray, describe, is_sharded, layout_of
-from .._values.mesh import Mesh, PartitionSpec
-from .._values.tree import flatten, paths, unflatten
+from .._running.writes import refuse_written
+from .._values.array import is_sharded
+from .._values.mesh import Mesh
+from .._values.tree import flatten, unflatten
 from ..backends import Counters, uncompiled
-from ..planning.checking.checker import Report, check
-from ..planning.planner import Traits, plan
 from ..planning.policy import Policy
-from ..planning.program import Program, Unit, dotted
-from ..planning.schedule import Schedule, itemsize
-from ..planning.windows import check_policy, unmatched
-from .shard import leaf_specs
+from ..planning.program import Program
+from ..planning.schedule import Schedule
+from .arguments import Arguments
+from .plans import Plans
 
 _NAME = "hpfunc.sharded"
-KEPT_PLANS = 64
-KEPT_CALLS = 128
-
-# Note [Equal on all ranks]
-# Which plan a call follows, and which plans are kept, follows from what earlier calls did, and that is equal on all
-# ranks: they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call
-# less than the others. So after a failure, of which all ranks know when the next step begins (`Control.generation`),
-# everything is forgotten, and the next call is recorded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +61,23 @@ class ShardedStep:
         debug: bool,
     ) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self.mesh, self.policy = fn, mesh, policy
-        self._in_specs, self._out_specs, self._donate = in_specs, out_specs, donate_argnums
-        self._debug = debug
-        self._plans: dict[str, Prepared] = {}  # by the fingerprint of their program, that of the last call last
-        self._known: dict[object, _Known] = {}
-        self._generation = 0
+        self._fn, self.mesh, self._debug = fn, mesh, debug
+        self._arguments = Arguments(fn, mesh, in_specs, out_specs, donate_argnums)
+        self._plans = Plans(mesh, policy)
         self._backend = backends.get(mesh.framework)
         self.last_schedule: Schedule | None = None
         self.last_counters: Counters | None = None
         self.followed_plan = False
 
     @property
+    def policy(self) -> Policy:
+        """How it is scheduled."""
+        return self._plans.policy
+
+    @property
     def schedules(self) -> tuple[Schedule, ...]:
         """The plans that are kept: those of the last 64 different programs, the one that was used last at the end."""
-        return tuple(prepared.schedule for prepared in self._plans.values())
+        return tuple(prepared.schedule for prepared in self._plans.kept.values())
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,17 +95,13 @@ class ShardedStep:
             ``Policy(pack_below_bytes=None)`` what `probe` sends, if it was not measured before.
         """
         counted = self._backend.counters.copy()
-        reference = functools.partial(Eager, review=functools.partial(self._review, measures=True))
-        session = Session(self.mesh, reference, debug=self._debug)
+        session = self._session(measures=True)
         leaves, treedef = flatten((args, kwargs), is_sharded)
-        signature = _signature(leaves, treedef)
-        known = self._known.get(signature)
-        if known is None:
-            known = self._known[signature] = self._admit(session, args, kwargs, leaves)
-        filled, arrays = self._fill(session, leaves, known)
+        known = self._arguments.known(session, args, kwargs, leaves, treedef)
+        filled, arrays = self._arguments.fill(session.step, leaves, known)
         session.names = known.names
-        expected = self._expect(session, known)
-        prepared = self._plans.get(expected)
+        expected = self._plans.expect(session.control, self._arguments.histories, known.history)
+        prepared = self._plans.kept.get(expected)
         if self._debug or prepared is None:
             compare_arguments(_NAME, [(known.names[i], array) for i, array in arrays.items()], self.mesh)
         if prepared is not None:
@@ -132,8 +114,9 @@ class ShardedStep:
                 outputs = self._fn(*new_args, **new_kwargs)
                 session.end()
             refuse_written(_NAME, kept.values(), lambda: [known.names[i] for i in kept])
-            self._learn(session, known, expected)
-            outputs = self._finish(outputs, arrays)
+            self.followed_plan = session.plan is not None
+            self.last_schedule = self._plans.learn(session, known.history, expected)
+            outputs = self._arguments.finish(outputs, arrays)
         except BaseException as error:
             session.abandon()
             session.control.fail(error)
@@ -156,16 +139,19 @@ class ShardedStep:
         """
         leaves, treedef = flatten((args, kwargs), is_sharded)
         with self._backend.abstract() as convert:
-            reference = functools.partial(Eager, review=functools.partial(self._review, measures=False))
-            session = Session(self.mesh, reference, is_abstract=True, debug=self._debug)
-            known = self._admit(session, args, kwargs, leaves)
+            session = self._session(measures=False, is_abstract=True)
+            known = self._arguments.known(session, args, kwargs, leaves, treedef)
             session.names = known.names
-            filled, _ = self._fill(session, [_abstract(leaf, convert) for leaf in leaves], known)
+            filled, _ = self._arguments.fill(session.step, [_abstract(leaf, convert) for leaf in leaves], known)
             new_args, new_kwargs = unflatten(treedef, filled)
             with stepping(session):
                 self._fn(*new_args, **new_kwargs)
             session.end()
-        return Lowered(session.program, self._plan(session.program, measures=False))
+        return Lowered(session.program, self._plans.make(session.program, measures=False))
+
+    def _session(self, *, measures: bool, is_abstract: bool = False) -> Session:
+        reference = functools.partial(Eager, review=functools.partial(self._plans.review, measures=measures))
+        return Session(self.mesh, reference, is_abstract=is_abstract, debug=self._debug)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStep:
         """Returns itself, as for any function: what it knows is plans."""
@@ -175,174 +161,9 @@ class ShardedStep:
         hint = "make it there anew: hpfunc.sharded(step_fn, mesh)"
         raise UsageError(message(_NAME, "a step cannot be pickled: its mesh is that of this process", hint=hint))
 
-    # --- planning ---------------------------------------------------------------------------------------------------
-    def _review(self, program: Program, *, measures: bool) -> None:
-        """Refuses a policy that does not fit the program, before the step can update anything."""
-        check_policy(program, settle(self.policy, self.mesh, program, measures=measures))
-        if self._plans:
-            return  # a later program may well lack a unit
-        if patterns := unmatched(program, self.policy):
-            names = [f"unit {unit.name!r} of {_weights_of(program, unit)}" for unit in program.units]
-            rule = f"no unit fits the pattern {patterns[0]!r} of Policy.release_overrides; there are"
-            hint = "a pattern is a glob for the name of a unit, or for the dotted path of one of its weights"
-            raise PolicyError(message(_NAME, rule, names, hint=hint))
-
-    def _plan(self, program: Program, *, measures: bool) -> Schedule:
-        traits = Traits(ordered_sums=self._backend.ordered_sums(self.mesh.device))
-        schedule = plan(program, settle(self.policy, self.mesh, program, measures=measures), traits)
-        report = check(schedule)
-        if not self._plans:  # what a step does now and then, as an early exit, does not stand for the model
-            _warn_about(schedule, report)
-        return schedule
-
-    def _expect(self, session: Session, known: _Known) -> str:
-        """Returns the fingerprint of the program that the step will probably run. See Note [Equal on all ranks]."""
-        if self._generation != session.control.generation:
-            self._generation = session.control.generation
-            self._plans.clear()
-            for each in self._known.values():
-                each.history.clear()
-        return predict(tuple(known.history)) or ""
-
-    def _learn(self, session: Session, known: _Known, expected: str) -> None:
-        self.followed_plan = session.plan is not None
-        done = expected if session.plan is not None else session.program.fingerprint
-        if done not in self._plans:
-            schedule = self._plan(session.program, measures=True)
-            session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {done}")
-            self._plans[done] = Prepared(schedule)
-        known.history.append(done)
-        self._plans[done] = self._plans.pop(done)
-        if len(self._plans) > KEPT_PLANS:
-            del self._plans[next(iter(self._plans))]
-        self.last_schedule = self._plans[done].schedule
-
-    # --- arguments --------------------------------------------------------------------------------------------------
-    def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> _Known:
-        """Checks arguments whose shapes and specs were not seen before, together with all ranks."""
-        names = self._names(args, kwargs)
-        described = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
-        if session.is_abstract:
-            return self._check(args, names, leaves)
-        if self._known:
-            session.control.leave("it was called with arguments of other shapes, specs or structure than before")
-        with agreeing(self.mesh, _NAME, lambda: "\n".join(described)):
-            return self._check(args, names, leaves)
-
-    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        known = _positional_names(self._fn)
-        labels = [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]
-        named = [path for label, arg in zip(labels, args, strict=True) for path in paths(arg, label, is_sharded)]
-        return named + [path for key in sorted(kwargs) for path in paths(kwargs[key], key, is_sharded)]
-
-    def _check(self, args: tuple[Any, ...], names: Sequence[str], leaves: Sequence[Any]) -> _Known:
-        arrays = [(n, x) for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
-        gone = [n for n, x in arrays if x._owner.consumed_by is not None]
-        if gone:
-            hint = "use what the step returned, or leave the argument out of donate_argnums"
-            raise DonatedError(message(_NAME, "an argument was donated before", gone, hint=hint))
-        foreign = [(n, x.mesh) for n, x in arrays if x.mesh != self.mesh]
-        if foreign:
-            bad = [f"{name}: on {other.describe(self.mesh)}" for name, other in foreign]
-            shown = self.mesh.describe(foreign[0][1])
-            raise SpecError(message(_NAME, "an argument lies on another mesh", bad, mesh=shown))
-        if any(not 0 <= n < len(args) for n in self._donate):
-            rule = f"donate_argnums={self._donate}, but there are {len(args)} positional arguments"
-            raise SpecError(message(_NAME, rule))
-        specs: list[PartitionSpec | None] = []
-        if self._in_specs is not None:
-            specs = leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh)
-        counts = [len(flatten(arg, is_sharded)[0]) for arg in args]
-        donated = {i for n in self._donate for i in range(sum(counts[:n]), sum(counts[: n + 1]))}
-        specs += [None] * (len(leaves) - len(specs))
-        return _Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
-
-    def _fill(
-        self, session: Session, leaves: Sequence[Any], known: _Known
-    ) -> tuple[list[Any], dict[int, ShardedArray]]:
-        """Returns the leaves as the step sees them: arrays know their origin, global tensors are cut."""
-        filled, arrays = list(leaves), {}
-        for i, (leaf, spec) in enumerate(zip(leaves, known.specs, strict=True)):
-            if is_sharded(leaf):
-                filled[i] = arrays[i] = leaf._handle(origin=(i, session.step), donated=i in known.donated)
-            elif spec is not None and self._backend.is_tensor(leaf):
-                filled[i] = leaf[layout_of(tuple(leaf.shape), spec, self.mesh).local_slices(self.mesh.coordinate)]
-        return filled, arrays
-
-    def _finish(self, outputs: Any, arrays: dict[int, ShardedArray]) -> Any:
-        """Wraps plain outputs as `out_specs` say, and ends the life of donated handles."""
-        leaves, treedef = flatten(outputs, is_sharded)
-        specs: list[PartitionSpec | None] = [None] * len(leaves)
-        if self._out_specs is not None:
-            specs = leaf_specs(_NAME, outputs, "outputs", self._out_specs, self.mesh)
-        kept = [self._wrap(x, s) for x, s in zip(leaves, specs, strict=True)]
-        for array in arrays.values():
-            if array.is_donated and array._owner.consumed_by is None:
-                array._consume(f"{_NAME}({getattr(self._fn, '__name__', 'step')})")
-        return unflatten(treedef, kept)
-
-    def _wrap(self, leaf: Any, spec: PartitionSpec | None) -> Any:
-        if is_sharded(leaf):
-            return renewed(leaf)
-        if spec is None or not self._backend.is_tensor(leaf):
-            return leaf
-        shape = tuple(n * self.mesh.axis_size(spec.dim_axes(dim)) for dim, n in enumerate(leaf.shape))
-        return watch(ShardedArray(leaf, shape, spec, self.mesh))
-
-
-@dataclass(slots=True)
-class _Known:
-    """What was found out about arguments of one structure.
-
-    Attributes:
-        names: the path of each sharded leaf.
-        specs: the entry of `in_specs` for each leaf.
-        donated: which leaves may be updated in place.
-        history: fingerprints of the programs that the step ran with such arguments, the last one last.
-    """
-
-    names: dict[int, str]
-    specs: list[PartitionSpec | None]
-    donated: set[int]
-    history: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
-
-
-def _weights_of(program: Program, unit: Unit) -> str:
-    return ", ".join(dotted(program.weights[w].name) for w in unit.weights)
-
-
-def _positional_names(fn: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin may have none
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _signature(leaves: Sequence[Any], treedef: Any) -> object:
-    return treedef, tuple((x.layout, x._held_dtype, x.is_frozen) if is_sharded(x) else None for x in leaves)
-
 
 def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:
     return leaf.with_local(convert(leaf._value)) if is_sharded(leaf) else convert(leaf)
-
-
-def _warn_about(schedule: Schedule, report: Report) -> None:
-    program = schedule.program
-    weights = [[program.weights[w] for w in unit.weights] for unit in program.units]
-    sizes = [sum(weight.whole_numel * itemsize(weight.dtype) for weight in unit) for unit in weights]
-    cut = any(weight.num_shards > 1 for weight in program.weights)
-    if cut and len(sizes) > 1 and max(sizes) > 0.75 * sum(sizes) and max(sizes) > 1 << 20:
-        name = program.units[sizes.index(max(sizes))].name
-        share = 100 * max(sizes) / sum(sizes)
-        rule = f"unit {name!r} holds {share:.0f} % of the weights: nearly the whole model is gathered at once"
-        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
-    if cut and len(sizes) == 1:
-        rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
-        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
-    elif report.launches and not report.hidden_launches and schedule.policy.prefetch == 0:
-        rule = f"nothing can be hidden in this step with {schedule.policy}"
-        warnings.warn(message(_NAME, rule, hint="raise Policy.prefetch"), HpfuncWarning, stacklevel=5)
 
 
 def sharded(

@@ -83,17 +83,10 @@ class ShardedArray:
         self._set(Owner(local), layout_of(tuple(shape), spec, mesh), trains=trains)
 
     def _set(
-        self,
-        owner: Owner,
-        layout: Layout,
-        *,
-        tracker: Tracker | None = None,
-        origin: Origin | None = None,
-        donated: bool = False,
-        row: tuple[ShardedArray, int] | None = None,
-        trains: bool | None = None,
-        born: tuple[int, ...] | None = None,
-    ) -> None:
+        self, owner: Owner, layout: Layout, tracker: Tracker | None = None, origin: Origin | None = None,
+        donated: bool = False, row: tuple[ShardedArray, int] | None = None, *,
+        trains: bool | None = None, born: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         put = object.__setattr__
         put(self, "_owner", owner)
         put(self, "layout", layout)
@@ -168,16 +161,8 @@ class ShardedArray:
     def _marked(self, trains: bool | None) -> ShardedArray:
         """Returns another handle to the same memory, which says whether it trains (None: it does, unless told)."""
         handle = object.__new__(ShardedArray)
-        handle._set(
-            self._owner,
-            self.layout,
-            tracker=self._tracker,
-            origin=self._origin,
-            donated=self._donated,
-            row=self._row,
-            trains=trains,
-            born=self._born,
-        )
+        known = self._tracker, self._origin, self._donated, self._row
+        handle._set(self._owner, self.layout, *known, trains=trains, born=self._born)
         return handle
 
     def with_local(self, local: Any) -> ShardedArray:
@@ -212,15 +197,8 @@ class ShardedArray:
         row, index = object.__new__(ShardedArray), index % self.shape[0]
         layout = layout_of(self.shape[1:], spec, self.mesh)
         born = None if self._born is None else (*self._born, index)
-        row._set(
-            Owner(None),
-            layout,
-            tracker=self._tracker,
-            origin=self._origin,
-            row=(self, index),
-            trains=self._trains,
-            born=born,
-        )
+        known = self._tracker, self._origin, False
+        row._set(Owner(None), layout, *known, (self, index), trains=self._trains, born=born)
         return row
 
     def _root(self) -> tuple[ShardedArray, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc._running.predict import predict
-from hpfunc._transforms import sharded as _sharded
+from hpfunc._transforms import plans as kept_plans
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.models import P
@@ -81,7 +81,7 @@ def changing(
     now: list[What] = []
     run = hp.sharded(lambda params, x: act(now[-1], params, x), mesh, policy=policy, debug=True)
     found = []
-    _sharded.KEPT_PLANS, default = kept, _sharded.KEPT_PLANS
+    kept_plans.KEPT_PLANS, default = kept, kept_plans.KEPT_PLANS
     try:
         for number, what in enumerate(whats):
             now.append(what)
@@ -91,7 +91,7 @@ def changing(
             got = run(params, x)
             found.append((run.followed_plan, tensors(got), tensors(want)))
     finally:
-        _sharded.KEPT_PLANS = default
+        kept_plans.KEPT_PLANS = default
     return found, [schedule.fingerprint for schedule in run.schedules]
 
 

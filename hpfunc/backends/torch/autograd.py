@@ -33,14 +33,12 @@ frees has no other backward: its token is no root any more, and the use expects 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import optree
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from ..._errors import LeafError, UsageError, message
@@ -162,52 +160,6 @@ class _Outliving:
         for i, ref in self.refs:
             if (weight := ref()) is not None:
                 weight.data = held[i]
-
-
-class _Linear(torch.autograd.Function):
-    """A linear map and its transpose, closed under differentiation of any kind and order."""
-
-    @staticmethod
-    def forward(x: Tensor, forward: Any, transpose: Any) -> Tensor:
-        return forward(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.forward_map, ctx.transpose_map = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-        return linear(ctx.transpose_map, ctx.forward_map, gradient), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return linear(ctx.forward_map, ctx.transpose_map, tangent)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, forward: Any, transpose: Any) -> tuple[Tensor, int]:
-        # Maps address dims from the front and leave further ones alone, so the mapped dim goes to the end.
-        assert in_dims[0] is not None
-        out = linear(forward, transpose, x.movedim(in_dims[0], -1))
-        return out, out.dim() - 1
-
-
-def linear(forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
-    """Returns ``forward(x)`` with this transpose; None is a map that may not be differentiated."""
-    if transpose is None:
-        if is_transformed([x]) and torch.is_grad_enabled():
-            raise UsageError(message("hpfunc", "this collective has no derivative", hint="call it on x.detach()"))
-        return forward(x)
-    return _Linear.apply(x, forward, transpose)
-
-
-def is_transformed(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether torch.func is active, or one of the tensors takes part in a differentiation."""
-    if peek_interpreter_stack() is not None:
-        return True
-    records = torch.is_grad_enabled()
-    return any(
-        (records and tensor.requires_grad) or forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
 
 
 def _mark(hook: Any) -> object:

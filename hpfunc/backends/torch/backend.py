@@ -23,7 +23,7 @@ from ..foreach import Foreach
 from ..host_bytes import HostBytes
 from ..interop import SharedMemory
 from ..protocol import Collective, Counters, Poll, Purpose, World
-from . import abstract, autograd, collectives, modes
+from . import abstract, autograd, collectives, linear, modes
 from . import digest as digests
 from .bytes import TorchHostBytes
 from .compile import leave_alone
@@ -275,10 +275,10 @@ class TorchBackend:
         transpose: Callable[[torch.Tensor], torch.Tensor] | None,
         x: torch.Tensor,
     ) -> torch.Tensor:
-        return autograd.linear(forward, transpose, x)
+        return linear.linear(forward, transpose, x)
 
     def is_transformed(self, tensors: Iterable[torch.Tensor]) -> bool:
-        return autograd.is_transformed(tensors)
+        return linear.is_transformed(tensors)
 
     def use_plain(
         self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], names: Sequence[str], *args: Any, **kwargs: Any

@@ -1,0 +1,144 @@
+"""The arguments and results of a step: checked with all ranks, cut, named, and given back."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import backends
+from .._errors import DonatedError, SpecError, message
+from .._running.agreement import agreeing
+from .._running.session import Session
+from .._running.writes import renewed, watch
+from .._values.array import ShardedArray, Step, describe, is_sharded, layout_of
+from .._values.mesh import Mesh, PartitionSpec
+from .._values.tree import flatten, paths, unflatten
+from .shard import leaf_specs
+
+_NAME = "hpfunc.sharded"
+KEPT_CALLS = 128
+
+
+@dataclass(slots=True)
+class Known:
+    """What was found out about arguments of one structure.
+
+    Attributes:
+        names: the path of each sharded leaf.
+        specs: the entry of `in_specs` for each leaf.
+        donated: which leaves may be updated in place.
+        history: fingerprints of the programs that the step ran with such arguments, the last one last.
+    """
+
+    names: dict[int, str]
+    specs: list[PartitionSpec | None]
+    donated: set[int]
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
+
+
+class Arguments:
+    """What a step takes and returns, by the structures, shapes and specs that it was called with."""
+
+    def __init__(
+        self, fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...]
+    ) -> None:
+        self._fn, self.mesh = fn, mesh
+        self._in_specs, self._out_specs, self._donate = in_specs, out_specs, donate
+        self._known: dict[object, Known] = {}
+
+    @property
+    def histories(self) -> list[deque[str]]:
+        """What the step ran, for each structure of arguments."""
+        return [known.history for known in self._known.values()]
+
+    def known(
+        self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], treedef: Any
+    ) -> Known:
+        """Returns what is known of such arguments; those that were not seen before are checked with all ranks."""
+        signature = treedef, tuple((x.layout, x._held_dtype, x.is_frozen) if is_sharded(x) else None for x in leaves)
+        found = self._known.get(signature)
+        if found is None:
+            found = self._admit(session, args, kwargs, leaves)
+            if not session.is_abstract:
+                self._known[signature] = found
+        return found
+
+    def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Known:
+        """Checks arguments whose shapes and specs were not seen before, together with all ranks."""
+        names = self._names(args, kwargs)
+        described = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
+        if session.is_abstract:
+            return self._check(args, names, leaves)
+        if self._known:
+            session.control.leave("it was called with arguments of other shapes, specs or structure than before")
+        with agreeing(self.mesh, _NAME, lambda: "\n".join(described)):
+            return self._check(args, names, leaves)
+
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        known = _positional_names(self._fn)
+        labels = [known[i] if i < len(known) else f"args[{i}]" for i in range(len(args))]
+        named = [path for label, arg in zip(labels, args, strict=True) for path in paths(arg, label, is_sharded)]
+        return named + [path for key in sorted(kwargs) for path in paths(kwargs[key], key, is_sharded)]
+
+    def _check(self, args: tuple[Any, ...], names: Sequence[str], leaves: Sequence[Any]) -> Known:
+        arrays = [(n, x) for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
+        gone = [n for n, x in arrays if x._owner.consumed_by is not None]
+        if gone:
+            hint = "use what the step returned, or leave the argument out of donate_argnums"
+            raise DonatedError(message(_NAME, "an argument was donated before", gone, hint=hint))
+        foreign = [(n, x.mesh) for n, x in arrays if x.mesh != self.mesh]
+        if foreign:
+            bad = [f"{name}: on {other.describe(self.mesh)}" for name, other in foreign]
+            shown = self.mesh.describe(foreign[0][1])
+            raise SpecError(message(_NAME, "an argument lies on another mesh", bad, mesh=shown))
+        if any(not 0 <= n < len(args) for n in self._donate):
+            rule = f"donate_argnums={self._donate}, but there are {len(args)} positional arguments"
+            raise SpecError(message(_NAME, rule))
+        specs: list[PartitionSpec | None] = []
+        if self._in_specs is not None:
+            specs = leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh)
+        counts = [len(flatten(arg, is_sharded)[0]) for arg in args]
+        donated = {i for n in self._donate for i in range(sum(counts[:n]), sum(counts[: n + 1]))}
+        specs += [None] * (len(leaves) - len(specs))
+        return Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
+
+    def fill(self, step: Step, leaves: Sequence[Any], known: Known) -> tuple[list[Any], dict[int, ShardedArray]]:
+        """Returns the leaves as the step sees them: arrays know their origin, global tensors are cut."""
+        filled, arrays, backend = list(leaves), {}, backends.get(self.mesh.framework)
+        for i, (leaf, spec) in enumerate(zip(leaves, known.specs, strict=True)):
+            if is_sharded(leaf):
+                filled[i] = arrays[i] = leaf._handle(origin=(i, step), donated=i in known.donated)
+            elif spec is not None and backend.is_tensor(leaf):
+                filled[i] = leaf[layout_of(tuple(leaf.shape), spec, self.mesh).local_slices(self.mesh.coordinate)]
+        return filled, arrays
+
+    def finish(self, outputs: Any, arrays: dict[int, ShardedArray]) -> Any:
+        """Wraps plain outputs as `out_specs` say, and ends the life of donated handles."""
+        leaves, treedef = flatten(outputs, is_sharded)
+        specs: list[PartitionSpec | None] = [None] * len(leaves)
+        if self._out_specs is not None:
+            specs = leaf_specs(_NAME, outputs, "outputs", self._out_specs, self.mesh)
+        kept = [self._wrap(x, s) for x, s in zip(leaves, specs, strict=True)]
+        for array in arrays.values():
+            if array.is_donated and array._owner.consumed_by is None:
+                array._consume(f"{_NAME}({getattr(self._fn, '__name__', 'step')})")
+        return unflatten(treedef, kept)
+
+    def _wrap(self, leaf: Any, spec: PartitionSpec | None) -> Any:
+        if is_sharded(leaf):
+            return renewed(leaf)
+        if spec is None or not backends.get(self.mesh.framework).is_tensor(leaf):
+            return leaf
+        shape = tuple(n * self.mesh.axis_size(spec.dim_axes(dim)) for dim, n in enumerate(leaf.shape))
+        return watch(ShardedArray(leaf, shape, spec, self.mesh))
+
+
+def _positional_names(fn: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin may have none
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

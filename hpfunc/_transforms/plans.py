@@ -1,0 +1,114 @@
+"""The plans of a step: which one a call follows, and what is learned from the call."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable
+
+from .. import backends
+from .._errors import HpfuncWarning, PolicyError, message
+from .._running.agreement import Control
+from .._running.link_probe import settle
+from .._running.planned import Prepared
+from .._running.predict import predict
+from .._running.session import Session
+from .._values.mesh import Mesh
+from ..planning.checking.checker import Report, check
+from ..planning.planner import Traits, plan
+from ..planning.policy import Policy
+from ..planning.program import Program, Unit, dotted
+from ..planning.schedule import Schedule, itemsize
+from ..planning.windows import check_policy, unmatched
+
+_NAME = "hpfunc.sharded"
+KEPT_PLANS = 64
+
+# Note [Equal on all ranks]
+# Which plan a call follows, and which plans are kept, follows from what earlier calls did, and that is equal on all
+# ranks: they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call
+# less than the others. So after a failure, of which all ranks know when the next step begins (`Control.generation`),
+# everything is forgotten, and the next call is recorded.
+
+
+class Plans:
+    """The plans of one step.
+
+    Attributes:
+        kept: by the fingerprint of their program, that of the last call last.
+    """
+
+    def __init__(self, mesh: Mesh, policy: Policy) -> None:
+        self.mesh, self.policy = mesh, policy
+        self.kept: dict[str, Prepared] = {}
+        self._generation = 0
+
+    def review(self, program: Program, *, measures: bool) -> None:
+        """Refuses a policy that does not fit the program, before the step can update anything."""
+        check_policy(program, settle(self.policy, self.mesh, program, measures=measures))
+        if self.kept:
+            return  # a later program may well lack a unit
+        if patterns := unmatched(program, self.policy):
+            names = [f"unit {unit.name!r} of {_weights_of(program, unit)}" for unit in program.units]
+            rule = f"no unit fits the pattern {patterns[0]!r} of Policy.release_overrides; there are"
+            hint = "a pattern is a glob for the name of a unit, or for the dotted path of one of its weights"
+            raise PolicyError(message(_NAME, rule, names, hint=hint))
+
+    def make(self, program: Program, *, measures: bool) -> Schedule:
+        """Plans and checks a program."""
+        traits = Traits(ordered_sums=backends.get(self.mesh.framework).ordered_sums(self.mesh.device))
+        schedule = plan(program, settle(self.policy, self.mesh, program, measures=measures), traits)
+        report = check(schedule)
+        if not self.kept:  # what a step does now and then, as an early exit, does not stand for the model
+            _warn_about(schedule, report)
+        return schedule
+
+    def expect(self, control: Control, histories: Iterable[deque[str]], history: deque[str]) -> str:
+        """Returns the fingerprint of the program that the step will probably run. See Note [Equal on all ranks].
+
+        Args:
+            control: of the step.
+            histories: all that are kept, which a failure makes void.
+            history: of the programs that the step ran with such arguments.
+        """
+        if self._generation != control.generation:
+            self._generation = control.generation
+            self.kept.clear()
+            for each in histories:
+                each.clear()
+        return predict(tuple(history)) or ""
+
+    def learn(self, session: Session, history: deque[str], expected: str) -> Schedule:
+        """Keeps what a call ran, and returns its plan, which is made if there is none."""
+        done = expected if session.plan is not None else session.program.fingerprint
+        if done not in self.kept:
+            schedule = self.make(session.program, measures=True)
+            session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {done}")
+            self.kept[done] = Prepared(schedule)
+        history.append(done)
+        self.kept[done] = self.kept.pop(done)
+        if len(self.kept) > KEPT_PLANS:
+            del self.kept[next(iter(self.kept))]
+        return self.kept[done].schedule
+
+
+def _weights_of(program: Program, unit: Unit) -> str:
+    return ", ".join(dotted(program.weights[w].name) for w in unit.weights)
+
+
+def _warn_about(schedule: Schedule, report: Report) -> None:
+    program = schedule.program
+    weights = [[program.weights[w] for w in unit.weights] for unit in program.units]
+    sizes = [sum(weight.whole_numel * itemsize(weight.dtype) for weight in unit) for unit in weights]
+    cut = any(weight.num_shards > 1 for weight in program.weights)
+    if cut and len(sizes) > 1 and max(sizes) > 0.75 * sum(sizes) and max(sizes) > 1 << 20:
+        name = program.units[sizes.index(max(sizes))].name
+        share = 100 * max(sizes) / sum(sizes)
+        rule = f"unit {name!r} holds {share:.0f} % of the weights: nearly the whole model is gathered at once"
+        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
+    if cut and len(sizes) == 1:
+        rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
+        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
+    elif report.launches and not report.hidden_launches and schedule.policy.prefetch == 0:
+        rule = f"nothing can be hidden in this step with {schedule.policy}"
+        warnings.warn(message(_NAME, rule, hint="raise Policy.prefetch"), HpfuncWarning, stacklevel=5)
