@@ -11,6 +11,7 @@ from .._values.layout import Gather
 from .._values.mesh import Mesh
 from .._values.numerics import check_sums
 from ..backends.protocol import Backend, Purpose
+from ..planning.program import sums_overflow
 from .agreement import control
 from .blocks import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 
@@ -178,7 +179,7 @@ def scatter_whole(whole: Tensor, gather: Gather, purpose: Purpose, dtype: str, d
     channel = comm(gather.layout.mesh, gather.axes, purpose)
     backend = channel.backend
     part = backend.empty((channel.size, block_numel(gather)), dtype, backend.device_of(whole))
-    early = divisor if dtype == "float16" else 1
+    early = divisor if sums_overflow(dtype) else 1
     backend.copy(*gradient_copy(backend, part, backend.detach(whole), gather, early))
     return channel.reduce_scatter(part) if channel.size > 1 else part.reshape(-1)
 
@@ -194,7 +195,7 @@ def finish_block(
     channel = comm(mesh, axes, purpose)
     if channel.size > 1:
         block = channel.all_reduce(_cast(channel.backend, block, reduce_dtype))
-    if reduce_dtype != "float16" and divisor != 1:
+    if divisor != 1 and not sums_overflow(reduce_dtype):
         channel.backend.divide(block, divisor)
     return local_view(_cast(channel.backend, block, dtype), gather, mesh.coordinate)
 

@@ -45,7 +45,7 @@ class Eager:
     def _gather(self, weight: int) -> Tensor:
         session = self.session
         record, local = session.weights[weight], session.backend.detach(session.arrays[weight]._value)
-        if record.num_shards == 1 and record.dtype == record.shard_dtype:
+        if record.shard_is_whole:
             return local
         return gather_whole(local, session.gathers[weight], "gather", record.dtype)
 

@@ -89,7 +89,7 @@ class Session:
         for w in weights:
             record = self.weights[w]
             members.trainable.append(record.trainable)
-            members.released.append(record.num_shards > 1 or record.dtype != record.shard_dtype)
+            members.released.append(not record.shard_is_whole)
             members.names.append(record.name)
             if record.trainable:
                 members.trained.append(w)

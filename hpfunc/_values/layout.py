@@ -155,11 +155,6 @@ class Gather:
         return tuple(self.split_shape[index] for index in self.order)
 
     @cached_property
-    def inverse_order(self) -> tuple[int, ...]:
-        """The permutation that undoes `order`."""
-        return tuple(self.order.index(index) for index in range(len(self.order)))
-
-    @cached_property
     def is_direct(self) -> bool:
         """Whether the message of all blocks is the whole as it stands, with padding only at its end."""
         moved = [index for index in self.order if self.split_shape[index] != 1]

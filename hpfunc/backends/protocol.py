@@ -162,10 +162,6 @@ class Memory(Protocol):
         """Returns ``"float32"`` and the like."""
         ...
 
-    def item_bytes(self, dtype: str) -> int:
-        """Returns the bytes of one element."""
-        ...
-
     def is_floating(self, dtype: str) -> bool:
         """Returns whether a dtype is a real floating one."""
         ...

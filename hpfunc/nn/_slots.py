@@ -8,21 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from .._errors import UsageError, message
 from .._running.context import module_call, module_unit
 
 Tensor = Any
 NAME = "hpfunc.from_module"
-
-
-class Running(Protocol):
-    """A call that runs."""
-
-    def whole(self, path: str) -> Tensor:
-        """Returns a parameter's values, for use outside of the unit that it belongs to: as a unit of its own."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from .builder import Draft
-from .messages import in_place, is_received_in_place
+from .messages import is_received_in_place
 from .program import COMPUTES
 from .schedule import Communicator, Region, Stream
 from .windows import Windows
@@ -63,8 +63,7 @@ class Gathers:
     def _launch_ahead(self, event: int) -> None:
         """Issues the gathers of the units that are to be under way while that of an event computes."""
         own, near = self._unit(event), self._windows.near(event)
-        forward = self._program.events[event].kind == "forward"
-        depth = self._policy.prefetch if forward else self._policy.backward_depth
+        depth = self._policy.depth(self._program.events[event].kind)
         for unit in near[: depth + (own in near[:1])]:
             if unit != own and unit not in self._wholes and self._known(unit):
                 self._launch(unit)
@@ -103,7 +102,7 @@ class Gathers:
         wholes = self._wholes[unit] = {
             w: self._whole(w, "compute" if w in packed else "gather")
             for w in weights
-            if not in_place(program.weights[w])
+            if not program.weights[w].shard_is_whole
         }
         if casts := [w for w in wholes if w not in cut]:
             draft.local(f"cast {label}", "copy", "gather", [draft.shard(w) for w in casts], [wholes[w] for w in casts])

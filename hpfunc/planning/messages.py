@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from .policy import Policy
-from .program import Program, Weight
+from .program import Program
 from .schedule import itemsize
-
-
-def in_place(weight: Weight) -> bool:
-    """Returns whether the shard itself is the whole weight."""
-    return weight.num_shards == 1 and weight.dtype == weight.shard_dtype
 
 
 def messages(program: Program, weights: tuple[int, ...], policy: Policy) -> list[tuple[int, ...]]:

@@ -68,10 +68,9 @@ class Policy:
         """Returns the policy of ZeRO-3, the default: weights are whole while they are used, and gathered twice."""
         return cls(release="forward", **fields)
 
-    @property
-    def backward_depth(self) -> int:
-        """Number of units that are gathered ahead while the step goes backward."""
-        return self.prefetch if self.prefetch_backward is None else self.prefetch_backward
+    def depth(self, kind: str) -> int:
+        """Returns how many units are gathered ahead of an event of a kind."""
+        return self.prefetch if kind == "forward" or self.prefetch_backward is None else self.prefetch_backward
 
     def __post_init__(self) -> None:
         _check_depth("prefetch", self.prefetch)

@@ -68,6 +68,21 @@ class Weight:
         """Elements of the whole weight, padding included."""
         return self.num_shards * self.block_numel
 
+    @property
+    def shard_is_whole(self) -> bool:
+        """Whether the shard itself is the whole weight that units see."""
+        return self.num_shards == 1 and self.dtype == self.shard_dtype
+
+    @property
+    def divides_first(self) -> bool:
+        """Whether gradients are divided before they are reduced."""
+        return self.divisor > 1 and sums_overflow(self.reduce_dtype)
+
+
+def sums_overflow(dtype: str) -> bool:
+    """Returns whether a sum over many ranks leaves the range of a dtype, so that a mean must be divided before it."""
+    return dtype == "float16"
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:

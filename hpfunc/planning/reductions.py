@@ -33,11 +33,6 @@ from .schedule import Communicator, Region
 # has just begun.
 
 
-def prescaled(weight: Weight) -> bool:
-    """Returns whether gradients are divided before they are reduced: float16 could overflow in their sum."""
-    return weight.reduce_dtype == "float16" and weight.divisor > 1
-
-
 def finals(program: Program) -> list[tuple[int, ...]]:
     """Returns for each event the weights whose whole gradient is complete after it, and is to be scattered.
 
@@ -206,7 +201,7 @@ class Reductions:
     def _is_alone(self, group: _Group, index: int) -> bool:
         """Returns whether a whole gradient needs no reduction, and is all that is to be delivered."""
         weight = self._program.weights[index]
-        if weight.num_shards > 1 or weight.num_replicas > 1 or group.carries or prescaled(weight):
+        if weight.num_shards > 1 or weight.num_replicas > 1 or group.carries or weight.divides_first:
             return False
         if index in self._carried or index in self._to_carry:
             return False
@@ -256,7 +251,7 @@ class Reductions:
         gradients = [self._gradients.pop(w) for w in bucket]
         group.spent += gradients
         of = self._draft.weight(bucket[0]) if len(bucket) == 1 else group.label
-        divides = prescaled(first)
+        divides = first.divides_first
         if first.num_shards == 1 and not divides:
             self._draft.local(f"copy {of}", "copy", self._draft.reduced, gradients, [target])
             return None
@@ -305,7 +300,7 @@ class Reductions:
         """Scales the sums, casts them to the dtype in which they accumulate, and hands them over in order."""
         delivered: dict[int, Region] = {}
         for bundle in bundles:
-            if bundle.first.divisor > 1 and not bundle.is_scaled and not prescaled(bundle.first):
+            if bundle.first.divisor > 1 and not bundle.is_scaled and not bundle.first.divides_first:
                 regions, divisor = bundle.filled, bundle.first.divisor
                 self._draft.local(f"scale {bundle.label}", "scale", "compute", regions, regions, divisor=divisor)
             casts = {w: self._output(w) for w in bundle.slices if self._casts(bundle, w)}

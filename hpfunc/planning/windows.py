@@ -7,7 +7,7 @@ from functools import cache
 from typing import cast
 
 from .._errors import PolicyError, message
-from .messages import gathered_messages, in_place, is_received_in_place
+from .messages import gathered_messages, is_received_in_place
 from .policy import Policy, Release
 from .program import COMPUTES, Program
 from .schedule import itemsize
@@ -40,7 +40,7 @@ class Windows:
     def __init__(self, program: Program, policy: Policy) -> None:
         self._program, self._policy = program, policy
         self.releases: tuple[Release, ...] = tuple(_release(program, policy, u) for u in range(len(program.units)))
-        self._in_place = [all(in_place(program.weights[w]) for w in unit.weights) for unit in program.units]
+        self._in_place = [all(program.weights[w].shard_is_whole for w in unit.weights) for unit in program.units]
         self.messages = [gathered_messages(program, u, policy) for u in range(len(program.units))]
         self._costs = [0 if self.is_in_place(u) else self._cost(u) for u in range(len(program.units))]
         self._reserved = sum(cost for u, cost in enumerate(self._costs) if self.releases[u] != "forward")
@@ -54,7 +54,7 @@ class Windows:
     def _cost(self, unit: int) -> int:
         """Returns the bytes of a unit's whole weights, and of the messages out of which they are unpacked."""
         weights = self._program.weights
-        wholes = [w for w in dict.fromkeys(self._program.units[unit].weights) if not in_place(weights[w])]
+        wholes = [w for w in dict.fromkeys(self._program.units[unit].weights) if not weights[w].shard_is_whole]
         packed = [w for m in self.messages[unit] if not is_received_in_place(self._program, m) for w in m]
         return sum(weights[w].whole_numel * itemsize(weights[w].dtype) for w in [*wholes, *packed])
 
@@ -77,7 +77,7 @@ class Windows:
             if later.kind not in COMPUTES or later.unit is None:
                 continue
             if depth is None:
-                depth = self._policy.prefetch if later.kind == "forward" else self._policy.backward_depth
+                depth = self._policy.depth(later.kind)
             unit = later.unit
             if unit in units or self.is_in_place(unit):
                 continue

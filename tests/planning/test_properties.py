@@ -18,7 +18,7 @@ def test_every_plan_is_safe_and_right_whatever_the_timing(case: Case, timing: in
     schedule = plan(case.program, case.policy, case.traits)
     report = check(schedule)
     if case.policy.release == "forward" and not case.policy.release_overrides:
-        assert report.max_whole_units <= max(case.policy.prefetch, case.policy.backward_depth) + 1
+        assert report.max_whole_units <= max(map(case.policy.depth, ("forward", "backward"))) + 1
     assert report.max_whole_bytes <= case.policy.gather_budget_bytes
     world = World(case.program, case.mesh_sizes, seed=timing)
     for found, wanted in zip(interpret(schedule, world, timing), reference(world), strict=True):

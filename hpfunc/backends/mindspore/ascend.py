@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
-import mindspore
 from mindspore import mint, ops, runtime
 from mindspore.mint import distributed
 
@@ -173,9 +172,6 @@ class MindSporeAscend(MindSporeDifferentiation):
 
     def dtype_name(self, tensor: Tensor) -> str:
         return str(tensor.dtype).lower()
-
-    def item_bytes(self, dtype: str) -> int:
-        return mindspore.Tensor(0, dtype_of(dtype)).itemsize
 
     def is_floating(self, dtype: str) -> bool:
         return "float" in dtype

@@ -114,7 +114,7 @@ class TorchBackend:
     def exchange(self, group: Any, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
         send = torch.tensor(numbers, dtype=torch.int64)
         receive = torch.empty(group.size() * len(numbers), dtype=torch.int64)
-        work = collectives.all_gather(receive, send, group=group, async_op=True)
+        work = dist.all_gather_single(receive, send, group=group, async_op=True)
         self.streams("cpu").wait(HostPending(label, [work]), poll)
         return receive.view(group.size(), -1).tolist()
 
@@ -138,9 +138,6 @@ class TorchBackend:
 
     def dtype_name(self, tensor: torch.Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
-
-    def item_bytes(self, dtype: str) -> int:
-        return getattr(torch, dtype).itemsize
 
     def is_floating(self, dtype: str) -> bool:
         return getattr(torch, dtype).is_floating_point

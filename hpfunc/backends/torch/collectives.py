@@ -14,11 +14,6 @@ import torch.distributed as dist
 
 from .bytes import as_bytes
 
-# The two have new names from 2.13 on, and warn under the old ones.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 # Neither gloo nor NCCL knows all of torch's dtypes, so what they only carry travels as bytes if they do not know it.
 KNOWN = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -91,9 +86,9 @@ def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor
     if collective in ("all_gather", "all_to_all"):
         send, receive = as_carried(send), as_carried(receive)
     if collective == "all_gather":
-        return all_gather(receive, send, group=group, async_op=async_op)
+        return dist.all_gather_single(receive, send, group=group, async_op=async_op)
     if collective == "reduce_scatter":
-        return reduce_scatter(receive, send, group=group, async_op=async_op)
+        return dist.reduce_scatter_single(receive, send, group=group, async_op=async_op)
     if collective == "all_to_all":
         return dist.all_to_all_single(receive, send, group=group, async_op=async_op)
     assert send.data_ptr() == receive.data_ptr(), f"{collective} is in place"
