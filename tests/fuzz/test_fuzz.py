@@ -143,6 +143,13 @@ def test_a_unit_whose_argument_is_written_to_may_be_refused_if_it_is_computed_ag
     assert has_reason("... was written to in place since", case) == remat
 
 
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_unit_that_writes_into_its_argument_may_be_refused_if_it_is_computed_again(remat: bool) -> None:
+    unit = Unit((Op("input_written", (Ref("p1"),)), Op("linear", (Ref("p0"), Ref("p1")))), remat=remat)
+    case = replace(SIMPLE, units=(unit,))
+    assert has_reason("the unit changes its arguments, and is computed again in backward", case) == remat
+
+
 def test_shared_memory_is_found() -> None:
     a = torch.zeros(6)
     assert overlap(a[:4], a[3:])
