@@ -55,7 +55,7 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Job:
     """The processes that were started together."""
 
     rank: int
@@ -102,7 +102,7 @@ class Streams(Protocol):
 class Processes(Protocol):
     """Processes and their groups."""
 
-    def join(self, timeout_s: float, device: str | None = None) -> World:
+    def join(self, timeout_s: float, device: str | None = None) -> Job:
         """Returns the world that exists, else starts it from the launcher's environment, else a world of one."""
         ...
 

@@ -26,7 +26,7 @@ from mindspore import mint, ops, runtime
 from mindspore.mint import distributed
 
 from ..._errors import MeshError, message
-from ..protocol import Collective, Counters, Poll, Purpose, World
+from ..protocol import Collective, Counters, Job, Poll, Purpose
 from .common import MindSporeDifferentiation
 from .foreach import DeviceForeach
 from .host_bytes import MindSporeHostBytes
@@ -112,7 +112,7 @@ class MindSporeAscend(MindSporeDifferentiation):
         self._messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     # --- processes -------------------------------------------------------------------------------------------------
-    def join(self, timeout_s: float, device: str | None = None) -> World:
+    def join(self, timeout_s: float, device: str | None = None) -> Job:
         if device is not None and not device.startswith("npu"):
             hint = "call mindspore.set_device('CPU') before anything else"
             raise MeshError(message("hpfunc.make_mesh", f"MindSpore runs on Ascend, not on {device!r}", hint=hint))
@@ -121,13 +121,13 @@ class MindSporeAscend(MindSporeDifferentiation):
             distributed.init_process_group(**place)
         device = device or f"npu:{os.environ.get('LOCAL_RANK', os.environ.get('DEVICE_ID', '0'))}"
         if not distributed.is_initialized():
-            return World(0, 1, device)
+            return Job(0, 1, device)
         rank, size = distributed.get_rank(), distributed.get_world_size()
         if self._store is None:
             host, port = _address()
             timeout = timedelta(seconds=timeout_s)
             self._store = distributed.TCPStore(host, port + STORE_PORT_OFFSET, None, rank == 0, timeout)
-        return World(rank, size, device)
+        return Job(rank, size, device)
 
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> str:
         if not distributed.is_initialized():

@@ -27,7 +27,7 @@ from mindspore.graph.api import _pynative_executor as executor
 from ..._errors import LeafError, UsageError, message
 from ..unit_rules import is_called_by
 from ..unit_use import UnitUse
-from .units import UNIT, Bridge, Call, explaining, forgetting, is_tensor, recording, refuse_escapes, use_plain
+from .units import UNIT, Bridge, UnitCall, explaining, forgetting, is_tensor, recording, refuse_escapes, use_plain
 
 Tensor = Any
 
@@ -40,7 +40,7 @@ class _Wholes(_Function):
     """The trainable whole weights of one use, and a token. See Note [Frozen weights]."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: UnitCall, anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         return (*call.trainable, _token())
@@ -56,7 +56,7 @@ class _Gate(_Function):
     """The outputs of one use, and a token."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: UnitCall, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         return (*outputs, token)
@@ -187,7 +187,7 @@ class MindSporeTape:
         use.needs_backward = any(use.trainable) or any(x._requires_grad for x in inputs)
         if not use.needs_backward:
             return use_plain(self.bridge, fn, wholes, use.names, *args, **kwargs)
-        call = Call(self, use, wholes)
+        call = UnitCall(self, use, wholes)
         *weights, token = _Wholes.apply(call, self._anchor)
         record = forgetting if use.remat else recording
         with explaining(use.names):
@@ -197,7 +197,7 @@ class MindSporeTape:
         call.forget()
         return self._gated(call, token, outputs)
 
-    def _gated(self, call: Call, token: Tensor, outputs: Any) -> Any:
+    def _gated(self, call: UnitCall, token: Tensor, outputs: Any) -> Any:
         leaves, treedef = optree.tree_flatten(outputs)
         places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf) and leaf._requires_grad]
         *gated, token = _Gate.apply(call, token, *(leaves[i] for i in places))

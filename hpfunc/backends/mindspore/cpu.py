@@ -43,7 +43,7 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from ..._errors import MeshError, message
 from ..interop import SharedMemory
-from ..protocol import World
+from ..protocol import Job
 from ..torch.backend import TorchBackend
 from .common import MindSporeDifferentiation
 from .foreach import HostForeach
@@ -93,7 +93,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
         return MindSporeInterop(self, super().interop)
 
     # --- processes -------------------------------------------------------------------------------------------------
-    def join(self, timeout_s: float, device: str | None = None) -> World:
+    def join(self, timeout_s: float, device: str | None = None) -> Job:
         if device not in (None, "cpu"):
             rule = f"MindSpore runs on the CPU in this process, but the mesh asks for {device!r}"
             hint = "install MindSpore for that device; its name is chosen with mindspore.set_device"

@@ -81,7 +81,7 @@ def use_plain(
     return outputs
 
 
-class Call:
+class UnitCall:
     """One call of a unit with a backward: what its nodes hold."""
 
     def __init__(self, tape: Any, use: UnitUse, wholes: Sequence[Tensor]) -> None:
@@ -117,13 +117,13 @@ class Call:
         self.use.after_backward([None if gradient is None else hold(gradient) for gradient in found])
 
 
-def recording(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+def recording(fn: Callable[..., Any], call: UnitCall, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """Calls ``fn(weights, ...)``, which MindSpore records without keeping the whole weights."""
     with refusing_writes(call.wholes, call.use.names), mindspore.saved_tensors_hooks(*_release_hooks(call)):
         return fn(weights, *args, **kwargs)
 
 
-def _release_hooks(call: Call) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+def _release_hooks(call: UnitCall) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     use, give = call.use, call.tape.bridge.give
     # By shape first: asking a MindSpore tensor for its address drains the queue.
     place: dict[tuple[int, ...], dict[int, int]] = {}
@@ -151,7 +151,7 @@ class _Watch:
 
     seen: ClassVar[set[object]] = set()
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: UnitCall) -> None:
         self._call = call
         key = call.tape.num_uses, tuple(call.use.names)  # the same in every step, and no two units of a step alike
         self._sizes: dict[int, list[int]] = {}
@@ -180,7 +180,7 @@ class _Repeats:
 
     seen: ClassVar[set[object]] = set()
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: UnitCall) -> None:
         self._names = call.use.names
         key = call.tape.num_uses, tuple(self._names)
         self._is_new = key not in self.seen
@@ -211,7 +211,7 @@ def _same_values(whole: Tensor, tensor: Tensor) -> bool:
     return first[0] != first[-1] and np.array_equal(first, second)  # all alike, as in a bias of zeros, says nothing
 
 
-def forgetting(fn: Callable[..., Any], call: Call, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+def forgetting(fn: Callable[..., Any], call: UnitCall, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """The same, and nothing but the arguments is kept: the rest is computed again in backward.
 
     MindSpore's own recomputation does it, which restores the random state. It goes to the end of the function, as 2.10

@@ -22,7 +22,7 @@ from ..._errors import MeshError, message
 from ..foreach import Foreach
 from ..host_bytes import HostBytes
 from ..interop import SharedMemory
-from ..protocol import Collective, Counters, Poll, Purpose, World
+from ..protocol import Collective, Counters, Job, Poll, Purpose
 from . import abstract, autograd, collectives, linear, modes
 from . import digest as digests
 from .bytes import TorchHostBytes
@@ -59,7 +59,7 @@ class TorchBackend:
         return INTEROP
 
     # --- processes -------------------------------------------------------------------------------------------------
-    def join(self, timeout_s: float, device: str | None = None) -> World:
+    def join(self, timeout_s: float, device: str | None = None) -> Job:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if device is None:
@@ -67,12 +67,12 @@ class TorchBackend:
         if device != "cpu":
             torch.accelerator.set_device_index(torch.device(device).index or 0)
         if dist.is_initialized():
-            return World(dist.get_rank(), dist.get_world_size(), device)
+            return Job(dist.get_rank(), dist.get_world_size(), device)
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return World(0, 1, device)
+            return Job(0, 1, device)
         dist.init_process_group(None if accelerator is not None else "gloo", timeout=timedelta(seconds=timeout_s))
         atexit.register(_leave)
-        return World(dist.get_rank(), dist.get_world_size(), device)
+        return Job(dist.get_rank(), dist.get_world_size(), device)
 
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
         on_host = device == "cpu" or purpose == "control"

@@ -17,7 +17,7 @@ from .._choose import choose
 from .._function import ModuleFunction
 from .._slots import misfits
 from .parts import PARTS
-from .skeleton import Skeleton, named_tensors, plain
+from .skeleton import CellSkeleton, named_tensors, plain
 
 Tensor = Any
 _INIT, _TO = "hpfunc.init_module", "hpfunc.to_module"
@@ -30,7 +30,7 @@ def from_module(module: nn.Cell, units: Any, remat: bool) -> tuple[ModuleFunctio
 
 
 def _function(module: nn.Cell, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
-    skeleton = Skeleton(module, choose(PARTS, module, units), buffers, remat=remat)
+    skeleton = CellSkeleton(module, choose(PARTS, module, units), buffers, remat=remat)
     return ModuleFunction(skeleton, buffers, skeleton.modes, PARTS.method)
 
 

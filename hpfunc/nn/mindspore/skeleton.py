@@ -85,7 +85,7 @@ class Parameters(dict[str, Any]):
 
 
 @dataclass(slots=True)
-class Call:
+class CellCall:
     """One call of a cell's copy.
 
     Attributes:
@@ -126,8 +126,8 @@ def _digest(tensor: Tensor) -> int:
     return backends.get("mindspore").digest(tensor)
 
 
-class Skeleton:
-    """See `Skeleton` in ``_function``."""
+class CellSkeleton:
+    """See `CellSkeleton` in ``_function``."""
 
     def __init__(self, cell: nn.Cell, choice: Choice, initial: Tensors, *, remat: bool) -> None:
         params, buffers = named_tensors(cell)
@@ -163,11 +163,13 @@ class Skeleton:
         return tuple(slot for slot in found if (slot.path in self._is_buffer) == is_buffer)
 
     # --- a call -------------------------------------------------------------------------------------------------------
-    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Call:
+    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> CellCall:
         """Returns a call with these parameters, which has not begun."""
-        return Call(params, modes)
+        return CellCall(params, modes)
 
-    def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+    def run(
+        self, call: CellCall, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any
+    ) -> tuple[Any, Tensors]:
         """Returns the outputs and the buffers after the call."""
         call.looks = (call.modes, entry) not in self._looked
         token = module_call.set(call)
@@ -188,7 +190,7 @@ class Skeleton:
         known = {id(x) for x in leaves or ()}
         return [path for path, x in params.items() if id(x) in known]
 
-    def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
+    def lost(self, call: CellCall, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
         """Returns the paths of buffers that a call changed. See Note [Writes on MindSpore]."""
         return sorted(path for path, x in after.items() if not np.array_equal(x.asnumpy(), before[path].asnumpy()))
 

@@ -20,7 +20,7 @@ from .._choose import choose
 from .._function import ModuleFunction
 from .._slots import misfits
 from .parts import PARTS
-from .skeleton import Skeleton, named_tensors
+from .skeleton import ModuleSkeleton, named_tensors
 
 Tensor = torch.Tensor
 _FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
@@ -58,7 +58,7 @@ def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
 
 
 def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
-    skeleton = Skeleton(module, choose(PARTS, module, units), buffers, remat=remat)
+    skeleton = ModuleSkeleton(module, choose(PARTS, module, units), buffers, remat=remat)
     return ModuleFunction(skeleton, buffers, skeleton.modes, PARTS.method)
 
 

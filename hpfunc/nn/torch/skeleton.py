@@ -34,7 +34,7 @@ from ...backends.torch.autograd import enclosing_hooks
 from .._choose import Choice
 from .._slots import NAME, Part, Slot, computing, filled, owners_of_hooks, refuse_writes
 from .inside import Home, Reopening
-from .stand_in import Call, StandIn
+from .stand_in import ModuleCall, StandIn
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -71,7 +71,7 @@ def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tenso
         raise UsageError(message(NAME, f"the module cannot be copied: {error}", hint=hint)) from error
 
 
-class Skeleton:
+class ModuleSkeleton:
     """See Note [The copy].
 
     Attributes:
@@ -91,7 +91,7 @@ class Skeleton:
         self._names = {id(x): path for path, x in initial.items()}
         self._buffers = self._slots(self._modules, "_buffers")
         self._settle(initial)
-        self._repeated: Call | None = None
+        self._repeated: ModuleCall | None = None
         self._compared: set[tuple[tuple[bool, ...], str]] = set()
         self.modes = self._read_modes()
         named = dict(self.module.named_modules())
@@ -125,13 +125,15 @@ class Skeleton:
         )
 
     # --- a call -------------------------------------------------------------------------------------------------------
-    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Call:
+    def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> ModuleCall:
         """Returns a call with these parameters, which has not begun."""
         first = next(iter(params.values()), None)
         device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
-        return Call(params, device, modes)
+        return ModuleCall(params, device, modes)
 
-    def run(self, call: Call, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+    def run(
+        self, call: ModuleCall, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any
+    ) -> tuple[Any, Tensors]:
         """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
         self._home.close()
         held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
@@ -158,7 +160,7 @@ class Skeleton:
         # What value_and_grad does not know of, and nothing has computed, is a constant to it.
         return [path for path, x in plain if x.requires_grad and (known is None or not x.is_leaf or id(x) in known)]
 
-    def lost(self, call: Call, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
+    def lost(self, call: ModuleCall, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
         """Returns the paths of buffers that a call changed. See Note [Buffers that change unseen]."""
         key = call.modes, entry
         if (call.changed or key not in self._compared) and not any(map(is_abstract, after.values())):
@@ -212,7 +214,7 @@ class Skeleton:
             self._place(call, {path: x.detach() for path, x in after.items()})
         return pytree.tree_unflatten(leaves, spec)
 
-    def _place(self, call: Call, buffers: Tensors) -> None:
+    def _place(self, call: ModuleCall, buffers: Tensors) -> None:
         for slot in self._buffers:
             if slot.path in buffers:
                 slot.tensors[slot.name] = buffers[slot.path]
@@ -229,7 +231,13 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _compute(
-    part: Part, original: Callable[..., Any], call: Call, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any
+    part: Part,
+    original: Callable[..., Any],
+    call: ModuleCall,
+    weights: Tensors,
+    buffers: Tensors,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Tensors, set[str]]:
     """See Note [Buffers of a unit]."""
     held = {path: x.clone() for path, x in buffers.items()}

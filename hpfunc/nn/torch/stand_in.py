@@ -71,7 +71,7 @@ class StandIn(Tensor):
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """One call of a module's copy.
 
     Attributes:
