@@ -39,7 +39,7 @@ def wrong_entries(page: str) -> set[str]:
 
 def dead_ends(page: str) -> list[str]:
     """What "to change X, open Y" names, and does not exist: paths, and names in parentheses behind their file."""
-    table = page.split("## To change")[1].split("\n## ")[0]
+    table = page.split("## To change")[1].split("\n## ", maxsplit=1)[0]
     rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
     wrong = []
     for path, name in re.findall(r"`([\w./]*[./]\w*)`(?: \(`(\w+)`\))?", "\n".join(rows)):

@@ -137,7 +137,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 class Skeleton:
-    """See `Skeleton` in ``_function``."""
+    """See `Skeleton` in `nn._function`."""
 
     def __init__(self, cell: nn.Cell, choice: Choice, initial: Tensors, *, remat: bool) -> None:
         params, buffers = named_tensors(cell)
