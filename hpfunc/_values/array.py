@@ -224,7 +224,7 @@ class ShardedArray:
         return row
 
     def _root(self) -> tuple[ShardedArray, tuple[int, ...]]:
-        """Returns the array of which this is a row of a row ..., and which one."""
+        """Returns the array under all indexing, and the indices."""
         if self._row is None:
             return self, ()
         root, rows = self._row[0]._root()

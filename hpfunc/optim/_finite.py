@@ -92,7 +92,7 @@ def apply_if_finite(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer that skips a step whose gradients have a NaN or an infinity, on all ranks alike.
 
     A skipped step leaves weights and the state inside as they were, bit for bit, donated or not. Put it around the last
-    optimizer of a chain: what comes after it would change the updates that stand for nothing (minus zero).
+    optimizer of a chain: a later transformation would turn the -0.0 of a skipped update into a real update.
 
     Args:
         optimizer: what to apply. If it communicates (`clip_by_global_norm`), a step that skips it leaves its plan: put
