@@ -54,7 +54,7 @@ class LoweringError(HpfuncError, RuntimeError):
 
 
 class HpfuncWarning(UserWarning):
-    """Something works, but hardly as its author intends."""
+    """Something is valid, but probably a mistake."""
 
 
 def message(

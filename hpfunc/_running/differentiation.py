@@ -47,7 +47,7 @@ class Run:
         is_reached: whether autograd has come to a weight.
         carry: what its backward leaves to the next.
         uses_left: for each weight, how many uses still have their backward before them.
-        weights: the weights of the program by array: key () is the whole array, (i,) its row i.
+        weights: program weights by the owner of an array: key () is the whole array, (i,) its row i.
     """
 
     def __init__(self, session: Session, numerics: Numerics, backwards: Backwards) -> None:
@@ -81,7 +81,7 @@ class Run:
         return handle
 
     def key(self, array: ShardedArray, rows: tuple[int, ...], origin: int | None) -> object:
-        """Returns what makes an array, or a row of it, another weight of the program than any other."""
+        """Returns the key under which an array or a row is one weight of the program."""
         place = self._places.get(array._owner) if array._tracker is self else None
         source: object = origin
         if origin is None:

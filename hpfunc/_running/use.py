@@ -36,7 +36,7 @@ class Driver(Protocol):
     """Moves the data of a session."""
 
     def before_forward(self, use: Use) -> list[Tensor]:
-        """Returns the whole weights of a use, or of a call that repeats one: ``use.index`` is its event."""
+        """Returns the whole weights of a use before its forward or recomputation, whose event is ``use.index``."""
         ...
 
     def after_forward(self, use: Use) -> None:

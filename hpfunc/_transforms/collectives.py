@@ -1,8 +1,8 @@
 """Collectives over named mesh axes, on plain tensors, with the transposes of JAX's `shard_map`.
 
-A plain tensor is each rank's own value. ``psum <-> pvary``, ``all_gather <-> psum_scatter``; `all_to_all` and
-`ppermute` are their own inverses' transposes. Every function takes `mesh`, by default the one in use (a `sharded` step,
-`use_mesh`).
+A plain tensor is each rank's own value. Transposes of each other are ``psum <-> pvary``, ``all_gather <->
+psum_scatter``, `all_to_all` with its two dims exchanged, and `ppermute` with sources and targets exchanged. Every
+function takes `mesh`, by default the one in use (a `sharded` step, `use_mesh`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Values: meshes, layouts, arrays, trees of them, and in which dtypes they are computed with."""
+"""Values: meshes, layouts, arrays, trees of them, and the dtypes of a computation."""

@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 class Owner:
-    """Who may still read a local tensor. Handles of one array share it: equal to itself only, so it is a key for it."""
+    """A local tensor, shared by all handles of one array. Compared by identity, so it is also a key for the array."""
 
     __slots__ = ("__weakref__", "consumed_by", "local", "writes")
 
@@ -43,7 +43,7 @@ class Owner:
 
 
 class Step:
-    """Stands for one call of a step: what was said of an array in another one is not said of it in this one."""
+    """Identifies one call of a step. An `Origin` with another `Step` is out of date."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ Origin = tuple[int, Step]
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: Shape, spec: PartitionSpec, mesh: Mesh) -> Layout:
-    """Returns the layout of these three; equal ones are the same object, so that its arithmetic is done once."""
+    """Returns the layout of these three. Equal ones are one object, so its arithmetic is done once."""
     return Layout(shape, spec, mesh)
 
 
@@ -133,7 +133,7 @@ class ShardedArray:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Which axes cut which dim, and over which axes the array still is a partial sum."""
+        """Which axes cut which dim, and over which axes the array is still a partial sum."""
         return self.layout.spec
 
     @property
@@ -143,7 +143,7 @@ class ShardedArray:
 
     @property
     def _held_dtype(self) -> Any:
-        """As `dtype`, but None for an array that was donated."""
+        """The same as `dtype`, but None for a donated array."""
         if self._row is not None:
             return self._row[0]._held_dtype
         return getattr(self._owner.local, "dtype", None)
@@ -159,7 +159,7 @@ class ShardedArray:
         return self._trains is False
 
     def _marked(self, trains: bool | None) -> ShardedArray:
-        """Returns another handle to the same memory, which says whether it trains (None: it does, unless told)."""
+        """Returns another handle to the same memory, marked as trainable, frozen, or neither (None)."""
         handle = object.__new__(ShardedArray)
         known = self._tracker, self._origin, self._donated, self._row
         handle._set(self._owner, self.layout, *known, trains=trains, born=self._born)
@@ -174,13 +174,13 @@ class ShardedArray:
     def __getitem__(self, index: int) -> ShardedArray:
         """Returns a row: the array without its first dim, which no axis may cut. It shares the memory.
 
-        So weights of many layers may be kept in one array: each row that a unit uses is a weight of its own, and the
-        gradient of the array has those of its rows.
+        Thus weights of many layers can be kept in one array. Each row that a unit uses is a weight of its own, and the
+        rows of the array's gradient are the gradients of its rows.
 
         Raises:
             IndexError: there is no such row.
-            SpecError: the first dim is cut, or there is none.
-            UsageError: the index is no integer.
+            SpecError: the first dim is cut, or the array has no dims.
+            UsageError: the index is not an integer.
 
         Communication: none.
         """
@@ -202,14 +202,14 @@ class ShardedArray:
         return row
 
     def _root(self) -> tuple[ShardedArray, tuple[int, ...]]:
-        """Returns the array of which this is a row of a row ..., and which one."""
+        """Returns the array under all indexing, and the indices."""
         if self._row is None:
             return self, ()
         root, rows = self._row[0]._root()
         return root, (*rows, self._row[1])
 
     def _handle(self, origin: Origin | None = None, *, donated: bool = False) -> ShardedArray:
-        """Returns another handle to the same memory; that of a row is no row any more, and is never donated."""
+        """Returns another handle to the same memory. For a row it is an array of its own, which is never donated."""
         if self._row is not None:
             owner, donated = Owner(self._value), False
         else:
@@ -221,7 +221,7 @@ class ShardedArray:
     def _tracked(self, tracker: Tracker) -> ShardedArray:
         """Returns a handle whose uses are differentiated.
 
-        It has an owner of its own: an array that stands at two places of a tree has two gradients, as in JAX.
+        It has an owner of its own, so that an array at two places of a tree has two gradients, as in JAX.
         """
         handle, owner = object.__new__(ShardedArray), Owner(self._value)
         handle._set(owner, self.layout, tracker=tracker, origin=self._origin, trains=self._trains, born=self._born)
@@ -287,7 +287,7 @@ class ShardedArray:
 
 
 def born(array: ShardedArray, birth: tuple[int, ...]) -> ShardedArray:
-    """Returns a new array, of which all ranks say that it is this one. See Note [Births]."""
+    """Sets the birth of a new array, which is equal on all ranks, and returns the array. See Note [Births]."""
     object.__setattr__(array, "_born", birth)
     return array
 
@@ -295,13 +295,13 @@ def born(array: ShardedArray, birth: tuple[int, ...]) -> ShardedArray:
 is_sharded: Callable[[Any], bool] = ShardedArray.__instancecheck__
 """Returns whether a value is a `ShardedArray`: the `is_leaf` of trees whose arrays are leaves.
 
-As `isinstance`, but without a frame of Python: trees ask it for each node.
+The same as `isinstance`, but without a Python frame: trees call it for each node.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a pytree keeps of an array beside its child. Trees of arrays that train and of frozen ones are alike."""
+    """What a pytree keeps of an array beside its child. Trees with trainable and with frozen arrays compare equal."""
 
     shape: Shape
     spec: PartitionSpec
@@ -340,7 +340,7 @@ def describe(array: Any) -> str:
 def check_sharded(
     function: str, name: str, tree: Any, hint: str, *, allow: Callable[[Any], bool] | None = None
 ) -> None:
-    """Raises LeafError naming every leaf of `tree` that is no `ShardedArray` (nor one that `allow` accepts)."""
+    """Raises LeafError naming every leaf of `tree` that is not a `ShardedArray` and that `allow` does not accept."""
     leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
     if all(is_sharded(leaf) or (allow is not None and allow(leaf)) for leaf in leaves):
         return

@@ -70,9 +70,9 @@ class Layout:
         return index
 
     def gather(self, axes: tuple[str, ...]) -> Gather:
-        """Returns how blocks are put together over `axes`, the minor ones of each dim (see `misplaced`).
+        """Returns how blocks are put together over `axes`, which must be the minor ones of each dim (see `misplaced`).
 
-        The same axes give the same object again, so that its arithmetic is done once.
+        The same axes give the same object, so its arithmetic is done once.
         """
         found = self._gathers.get(axes)
         if found is None:
@@ -84,7 +84,7 @@ class Layout:
         return {}
 
     def misplaced(self, axes: tuple[str, ...]) -> int | None:
-        """Returns the first dim that one of `axes` cuts outside of an axis that stays: it cannot be gathered alone."""
+        """Returns the first dim in which one of `axes` is major to an axis that stays: it cannot be gathered alone."""
         for dim in range(len(self.shape)):
             inside = [axis in axes for axis in self.spec.dim_axes(dim)]
             if inside != sorted(inside):
@@ -156,7 +156,7 @@ class Gather:
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether the message of all blocks is the whole as it stands, with padding only at its end."""
+        """Whether the message of all blocks is the whole without any reordering, with padding only at its end."""
         moved = [index for index in self.order if self.split_shape[index] != 1]
         return moved == sorted(moved) and self.is_padded_at_end
 

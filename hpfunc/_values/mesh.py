@@ -15,12 +15,12 @@ AxisNames = str | Sequence[str]
 REPLICATING = frozenset({"replicate", "replica", "dp_replicate", "dp_outer", "ddp"})
 CUTTING = frozenset({"shard", "dp_shard", "dp_inner", "fsdp", "zero"})
 DATA = frozenset({"hsdp", "data", "data_parallel", "dp", "batch"})
-"""Names that people give to axes of data: for replicas, for shards, or for either. Upper or lower case."""
+"""Usual names of data axes: for replicas, for shards, or for either. Upper or lower case."""
 OTHER = frozenset(
     {"tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel", "pp", "pipe", "pipeline", "stage"}
     | {"ep", "expert", "experts", "cp", "context", "context_parallel", "sp", "seq", "sequence"}
 )
-"""Names that people give to axes of another kind: not even alone is one of them taken for an axis of data."""
+"""Usual names of axes of another kind. None of them is taken for a data axis, even if it is the only axis."""
 
 
 class PartitionSpec:
@@ -115,8 +115,8 @@ class Mesh:
         device: device of this process's arrays, ``"cpu"``, ``"cuda:3"``.
         framework: framework of the arrays, ``"torch"``.
         timeout_s: seconds after which a rank that waits for another gives up.
-        knows_data_axes: False if `data_axes` is empty because none was given and no name tells; then what depends on
-            them is refused on more than one rank.
+        knows_data_axes: False if `data_axes` is empty because none was given and no name tells. Then functions that
+            need them are refused on more than one rank.
 
     >>> mesh = Mesh(("replicate", "shard"), (2, 2), ("replicate", "shard"), (0, 1, 2, 3), rank=2)
     >>> mesh.coordinate, mesh.group(("shard",)), mesh
@@ -133,7 +133,7 @@ class Mesh:
     timeout_s: float = 300.0
     knows_data_axes: bool = True
 
-    def __hash__(self) -> int:  # of what tells meshes apart in one process; `ranks` may be long
+    def __hash__(self) -> int:  # of the fields that differ between meshes of one process; `ranks` may be long
         return hash((self.axis_names, self.sizes, self.rank))
 
     def __post_init__(self) -> None:
@@ -254,7 +254,7 @@ class Mesh:
         return axes
 
     def check_data_axes(self, function: str) -> None:
-        """Raises MeshError if it takes more than one rank, and nobody has said along which axes data differ."""
+        """Raises MeshError if the mesh has more than one rank and its data axes are not known."""
         if not self.knows_data_axes and self.size > 1:
             rule = "it is not known along which axes ranks hold different data"
             some = tuple(axis for axis in self.axis_names if axis.lower() not in OTHER)[:1]
@@ -264,7 +264,7 @@ class Mesh:
             raise MeshError(message(function, rule, mesh=self, hint=hint))
 
     def describe(self, beside: Mesh) -> str:
-        """Returns the mesh for an error text, with whatever tells it from another one that looks the same.
+        """Returns the mesh for an error text, with the fields in which it differs from one that has the same text.
 
         >>> one, two = (Mesh(("a", "b"), (1, 1), axes, (0,)) for axes in (("a",), ()))
         >>> one.describe(two)
@@ -284,7 +284,7 @@ def as_axes(axes: AxisNames) -> tuple[str, ...]:
 
 
 def default_data_axes(axis_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes that are data axes by their names, else the only axis of a mesh, unless its name says otherwise.
+    """Returns the axes whose names are those of data axes; else the only axis, if its name is not of another kind.
 
     >>> default_data_axes(("dp_replicate", "dp_shard", "tp")), default_data_axes(("ranks",)), default_data_axes(("tp",))
     (('dp_replicate', 'dp_shard'), ('ranks',), ())

@@ -1,4 +1,4 @@
-"""`Numerics`: in which dtypes a differentiation computes and reduces, and with which scale. It defines the result."""
+"""`Numerics`: the dtypes in which a differentiation computes and reduces, and its scale. It defines the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def has_sums(dtype: str) -> bool:
-    """Returns whether elements of a dtype can be added up: a bool would only say "any", and 8-bit floats have no sum.
+    """Returns whether elements of a dtype can be added up: the sum of bools would be "any", 8-bit floats have no sum.
 
     >>> has_sums("uint16"), has_sums("bool"), has_sums("float8_e4m3fn")
     (True, False, False)
@@ -46,7 +46,7 @@ def check_sums(function: str, leaves: Sequence[Any], names: Callable[[], Sequenc
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What a differentiation computes, as far as dtypes and scale go. `Policy` never changes it.
+    """The dtypes and the scale of a differentiation. They define its result, which `Policy` never changes.
 
     Attributes:
         param_dtype: dtype of the whole weights that units compute with, and in which they are gathered; None is

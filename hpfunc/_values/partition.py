@@ -1,4 +1,4 @@
-"""Trees of weights taken apart: `partition` and `combine`, so that some train and others do not, and `unstack`."""
+"""Trees of weights in parts: `partition` and `combine`, to train some weights only, and `unstack`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PARTITION, _COMBINE = "hpfunc.partition", "hpfunc.combine"
 def partition(tree: Any, where: Where) -> tuple[Any, Any]:
     """Returns a tree as two: the leaves that `where` selects, and the rest. `combine` puts them together again.
 
-    Both have the structure of `tree`, with None in the place of each leaf that is in the other one. None is no leaf, so
-    `value_and_grad` and optimizers see the leaves of a part alone: what is not in their tree is frozen.
+    Both have the structure of `tree`, with None in the place of each leaf of the other part. None is not a leaf, so
+    `value_and_grad` and optimizers see the leaves of one part only; the others are frozen.
 
     Args:
         tree: any pytree; its leaves are `ShardedArray`, tensors or anything else.
@@ -86,7 +86,7 @@ def _nearest(patterns: Sequence[str], names: Sequence[str]) -> str:
 
 
 def combine(*trees: Any) -> Any:
-    """Returns the tree that has, at each place, the leaf of the one tree that is not None there.
+    """Returns the tree with all leaves of the given ones: at each place, the leaf that is not None.
 
     Args:
         trees: parts of one tree, as `partition` makes them, in any order and number.
@@ -146,7 +146,7 @@ def is_floating(path: str, leaf: Any) -> bool:
     For `partition`, to split off integer and boolean arrays, which have no gradient.
 
     Args:
-        path: is not looked at.
+        path: not used.
         leaf: a `ShardedArray`, a tensor, or anything else.
 
     >>> import torch
@@ -160,13 +160,13 @@ def is_floating(path: str, leaf: Any) -> bool:
 def unstack(tree: Any) -> list[Any]:
     """Returns the layers of a tree whose arrays are stacked over layers: one tree for each row of its arrays.
 
-    Rows share the memory of their array, and inside `value_and_grad` its gradient has those of its rows.
+    Rows share the memory of their array. Inside `value_and_grad` the rows of its gradient are their gradients.
 
     Args:
         tree: pytree of `ShardedArray` (or tensors), all with the same number of rows; no axis cuts their first dim.
 
     Raises:
-        SpecError: arrays have different numbers of rows, none, or rows that are cut.
+        SpecError: arrays have different numbers of rows, no rows, or a first dim that is cut.
 
     Communication: none.
 

@@ -57,10 +57,10 @@ def dotted_paths(tree: Any, is_leaf: IsLeaf | None = None) -> list[str]:
 def broadcast_prefix(
     function: str, prefix: Any, tree: Any, *, argument: str, name: str, is_prefix_leaf: IsLeaf, is_leaf: IsLeaf
 ) -> list[tuple[Any, bool]]:
-    """Returns, for every leaf of `tree`, the leaf of `prefix` above it, and whether it stood at just this leaf.
+    """Returns, for every leaf of `tree`, the leaf of `prefix` above it, and whether both are at the same place.
 
     Raises:
-        SpecError: `prefix` is no tree prefix of `tree`.
+        SpecError: `prefix` is not a tree prefix of `tree`.
     """
     found: list[tuple[Any, bool]] = []
 

@@ -1,4 +1,4 @@
-"""Frameworks: one module each, loaded when an array of theirs, or `HPFUNC_BACKEND`, asks for it."""
+"""Frameworks: one folder each, loaded when an array of the framework, or `HPFUNC_BACKEND`, asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .protocol import Backend as Backend
 from .protocol import Counters as Counters
 from .unit_use import Inside as Inside
 
-# Which of them to take when several are imported: MindSpore's backend imports torch, but not the other way round.
+# In order of precedence if several are imported: MindSpore's backend imports torch, but torch's not MindSpore.
 _MODULES = {"mindspore": "mindspore.backend", "torch": "torch.backend", "torch_npu": "torch.npu"}
 
 
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(fn: F) -> F:
-    """Marks a function of a module or class that compilers of frameworks are to call, and never to look into."""
+    """Marks a function of a module or class that compilers of frameworks must call without tracing into it."""
     _uncompiled.append(fn)
     for backend in _loaded:
         backend.leave_alone(fn)
@@ -36,7 +36,7 @@ def get(name: str) -> Backend:
     """Returns the backend of this name.
 
     Raises:
-        MeshError: there is none, or its framework is not installed.
+        MeshError: there is no such backend, or its framework is not installed.
     """
     if name not in _MODULES:
         raise MeshError(message("hpfunc.backends", f"no backend {name!r}", hint=f"one of {', '.join(_MODULES)}"))

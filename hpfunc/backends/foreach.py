@@ -9,13 +9,13 @@ Tensors = list[Any]
 
 
 class Foreach(Protocol):
-    """One function call for many tensors. Results are new tensors; what ends in ``_`` writes into its first argument.
+    """One call for many tensors. Results are new tensors; a method ending in ``_`` writes into its first argument.
 
-    Nothing here is differentiated. Tensors at one place of two lists have one shape.
+    Nothing here is differentiated. Tensors at the same place of two lists have the same shape.
     """
 
     def groups(self, tensors: Tensors) -> list[list[int]]:
-        """Returns the places of tensors that are best computed together, so that each place occurs once."""
+        """Returns groups of places whose tensors are best computed together. Each place is in one group."""
         ...
 
     def zeros(self, xs: Tensors) -> list[Tensor]:
@@ -23,11 +23,11 @@ class Foreach(Protocol):
         ...
 
     def widened(self, xs: Tensors) -> list[Tensor]:
-        """Returns `xs` in their dtypes, at least float32; a tensor that has that is returned itself."""
+        """Returns `xs` in their dtypes, at least float32. A tensor that needs no cast is returned itself."""
         ...
 
     def cast(self, xs: Tensors, ys: Tensors) -> list[Tensor]:
-        """Returns each x in the dtype of its y; a tensor that has that is returned itself."""
+        """Returns each x in the dtype of its y. A tensor that needs no cast is returned itself."""
         ...
 
     def copy(self, xs: Tensors) -> list[Tensor]:
@@ -37,7 +37,7 @@ class Foreach(Protocol):
     def writable(self, xs: Tensors) -> list[Tensor]:
         """Returns `xs` as tensors that may be written to from here on, in the same memory if that is possible.
 
-        One whose elements share memory (an expanded one) is copied.
+        A tensor whose elements share memory (an expanded one) is copied.
         """
         ...
 

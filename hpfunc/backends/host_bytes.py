@@ -12,7 +12,7 @@ class HostBytes(Protocol):
     """One framework's tensors and the bytes of their elements."""
 
     def to_bytes(self, tensor: Any, *, copy: bool) -> Buffer:
-        """Returns the elements in row-major order; with `copy` in memory of their own, else maybe the tensor's."""
+        """Returns the elements in row-major order. Without `copy` they may share the memory of the tensor."""
         ...
 
     def from_bytes(self, data: Buffer, shape: Sequence[int], dtype: str, device: str) -> Any:

@@ -1,4 +1,4 @@
-"""What interop asks of a framework: its memory, and of one that has distributed tensors these, too."""
+"""What interop asks of a framework: shared memory, and distributed tensors if the framework has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SharedMemory(Protocol):
     """One framework's tensors in the memory of others."""
 
     def as_tensor(self, value: Any) -> Any:
-        """Returns a value as a tensor in its memory: a tensor itself, or what speaks DLPack.
+        """Returns a tensor in the memory of a value, which is a tensor or supports DLPack.
 
         Raises:
             AttributeError, BufferError, RuntimeError, TypeError: its memory cannot be shared.
@@ -34,7 +34,7 @@ class DTensors(SharedMemory, Protocol):
     """One framework's distributed tensors."""
 
     def device_mesh(self, function: str, mesh: Mesh) -> Any:
-        """Returns the framework's mesh; the same one each time.
+        """Returns the framework's mesh, the same object each time.
 
         Raises:
             MeshError: no process group is initialized.

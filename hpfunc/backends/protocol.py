@@ -23,7 +23,7 @@ class Counters:
     """What this process has sent, copied and waited for.
 
     Attributes:
-        bytes_sent: per kind of collective, bytes that leave this rank when each message goes out once.
+        bytes_sent: per kind of collective, bytes that leave this rank if each message is sent once.
         collectives: per kind, how many were launched.
         bytes_copied: bytes that the runtime copied on this rank (packing, casts, sums of received parts).
         wait_s: seconds in which the host was blocked in a wait (CPU) or issued waits (devices).
@@ -64,11 +64,11 @@ class Job:
 
 
 Poll = Callable[[str, float], None]
-"""Called while the host waits, with what it waits for and since how many seconds; may raise to end the wait."""
+"""Called while the host waits, with a label of the wait and its seconds so far; may raise to end the wait."""
 
 
 class Pending(Protocol):
-    """Work that was issued: on a CPU a collective in flight, on a device a point on a stream."""
+    """Issued work: on a CPU a collective in flight, on a device a point on a stream."""
 
     label: str
 
@@ -78,12 +78,12 @@ class Pending(Protocol):
 
 
 class Streams(Protocol):
-    """Where work runs: four streams by name, ``"compute"`` being the caller's own."""
+    """Where work runs: four streams by name. ``"compute"`` is the caller's own stream."""
 
     def issue(
         self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Sequence[Any] | None], poll: Poll
     ) -> Pending:
-        """Runs `work` on a stream, after `waits`; it returns the collectives that it started, if any."""
+        """Runs `work` on a stream, after `waits`. `work` returns the collectives that it started, if any."""
         ...
 
     def wait(self, pending: Any, poll: Poll) -> None:
@@ -91,7 +91,7 @@ class Streams(Protocol):
         ...
 
     def runs_at_once(self) -> bool:
-        """Returns whether local work is done as soon as it is called, so that `issue` would only call it."""
+        """Returns whether local work is complete when its call returns, so that `issue` is not needed for it."""
         ...
 
     def memory(self, stream: str) -> AbstractContextManager[Any]:
@@ -135,8 +135,8 @@ class Memory(Protocol):
     """Tensors. They are opaque outside of a backend, but for `shape`, `reshape`, `permute`, slicing and arithmetic.
 
     The caller's tensors and the runtime's own may be of two types: where a framework cannot write into a part of a
-    tensor, the runtime holds its buffers as something else. `detach` and `contiguous` give the runtime's type, `empty`
-    makes it, `give` gives the caller's; all else takes both. `is_tensor` knows the caller's.
+    tensor, the runtime's buffers have another type. `detach`, `contiguous` and `empty` return the runtime's type,
+    `give` returns the caller's, `is_tensor` is True for the caller's. All other methods take both.
     """
 
     def is_tensor(self, value: Any) -> bool:
@@ -148,9 +148,9 @@ class Memory(Protocol):
         ...
 
     def trains(self, tensor: Tensor) -> bool | None:
-        """Returns whether the caller wants a tensor to be trained, None if it does not say.
+        """Returns whether the caller wants a tensor to be trained; None if the tensor does not tell.
 
-        False is a parameter without gradient, True whatever wants a gradient. Any other tensor says nothing.
+        True for a tensor that requires a gradient, False for a parameter that does not, None for any other tensor.
         """
         ...
 
@@ -163,7 +163,7 @@ class Memory(Protocol):
         ...
 
     def is_floating(self, dtype: str) -> bool:
-        """Returns whether a dtype is a real floating one."""
+        """Returns whether a dtype is a real floating-point dtype."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: str, device: str, *, zero: bool = False) -> Tensor:
@@ -171,19 +171,19 @@ class Memory(Protocol):
         ...
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """Returns the same memory without its history, as the runtime holds it."""
+        """Returns a tensor of the runtime's type in the same memory, without autograd history."""
         ...
 
     def give(self, tensor: Tensor) -> Tensor:
-        """Returns the same memory as the caller's code sees it."""
+        """Returns a tensor of the caller's type in the same memory."""
         ...
 
     def contiguous(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor, or a counted copy of it that is contiguous."""
+        """Returns the tensor, or a contiguous copy, whose bytes are counted."""
         ...
 
     def adopt(self, gradient: Tensor) -> Tensor | None:
-        """Returns a gradient that `UnitUse.after_backward` got as memory that may be written, flat; None: copy it."""
+        """Returns a gradient from `UnitUse.after_backward` as flat, writable memory; None: it has to be copied."""
         ...
 
     def digest(self, tensor: Tensor) -> int:
@@ -191,7 +191,7 @@ class Memory(Protocol):
         ...
 
     def num_writes(self, tensor: Tensor) -> int | None:
-        """Returns how often the memory of a tensor of the caller's was written to, None if nobody counts it."""
+        """Returns how often the memory of a caller's tensor was written to; None if the framework does not count it."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, divisor: int = 1) -> None:
@@ -199,7 +199,7 @@ class Memory(Protocol):
         ...
 
     def copy_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Writes each second tensor into the first, cast, in as few operators as may be; counts the bytes."""
+        """Writes the second tensor of each pair into the first, cast, in few operators; counts the bytes."""
         ...
 
     def fill(self, target: Tensor, value: float) -> None:
@@ -211,15 +211,15 @@ class Memory(Protocol):
         ...
 
     def add(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
-        """Returns a new, contiguous sum; both are cast to `dtype` before."""
+        """Returns a new, contiguous sum. Both tensors are cast to `dtype` first."""
         ...
 
     def accumulate(self, target: Tensor, source: Tensor) -> None:
-        """Adds `source`, cast to the dtype of `target` before, to `target` in place."""
+        """Adds `source` to `target` in place. It is cast to the dtype of `target` first."""
         ...
 
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
-        """Returns the tensor in another dtype, differentiable; itself if it has that dtype."""
+        """Returns the tensor in another dtype, differentiably; the tensor itself if it has that dtype."""
         ...
 
     def divide(self, tensor: Tensor, divisor: int) -> None:
@@ -231,7 +231,7 @@ class Communication(Protocol):
     """Collectives."""
 
     def ordered_sums(self, device: str) -> bool:
-        """Returns whether reductions on this device are sums in rank order that hpfunc does itself."""
+        """Returns whether hpfunc itself computes reductions on this device, as sums in rank order."""
         ...
 
     def streams(self, device: str) -> Streams:
@@ -245,13 +245,13 @@ class Communication(Protocol):
         ...
 
     def broadcast(self, group: Group, tensor: Tensor, source: int) -> Sequence[Any]:
-        """Starts a broadcast, in place, from a place of the group."""
+        """Starts a broadcast in place; the source is an index in the group."""
         ...
 
     def permute(
         self, group: Group, send: Tensor, receive: Tensor, target: int | None, source: int | None
     ) -> Sequence[Any]:
-        """Starts a send to and a receive from places of the group (None: nothing). All of its ranks call this."""
+        """Starts a send to and a receive from indices in the group (None: nothing). All its ranks call this."""
         ...
 
 
@@ -263,7 +263,7 @@ class Differentiation(Protocol):
         ...
 
     def tape(self, device: str) -> Tape:
-        """Returns what one differentiation needs."""
+        """Returns a tape for one differentiation."""
         ...
 
     def linear(
@@ -271,7 +271,7 @@ class Differentiation(Protocol):
     ) -> Tensor:
         """Returns ``forward(x)``, a linear map with this transpose, differentiable any number of times.
 
-        None is a map that may not be differentiated.
+        If `transpose` is None, the map may not be differentiated.
         """
         ...
 
@@ -282,18 +282,18 @@ class Differentiation(Protocol):
     def use_plain(
         self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls ``fn(wholes, ...)``, which is not differentiated, and refuses escapes and writes into the weights."""
+        """Calls ``fn(wholes, ...)`` without differentiation. Refuses escapes of, and writes into, the weights."""
         ...
 
     def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
-        """Returns a context in which new tensors may be differentiated later, whatever mode the caller has put on.
+        """Returns a context in which new tensors may be differentiated later, whatever mode the caller has set.
 
-        It yields the map from the caller's leaves to such tensors in the same memory; None where they all are.
+        It yields the map from the caller's leaves to such tensors in the same memory; None if no leaf needs it.
         """
         ...
 
     def leave_alone(self, fn: Callable[..., Any]) -> None:
-        """Makes the framework's compiler call a function, and what that calls, as they are."""
+        """Makes the framework's compiler call a function, and everything that it calls, uncompiled."""
         ...
 
     def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
@@ -312,11 +312,11 @@ class Randomness(Protocol):
     """The framework's global random generators."""
 
     def random_states(self, device: str) -> list[bytes]:
-        """Returns their states: of the host's, of the device's; none where the framework's cannot be read."""
+        """Returns the states of the host's and the device's generators; empty if they cannot be read."""
         ...
 
     def set_random_state(self, device: str, place: int, state: bytes) -> None:
-        """Sets the one at a place of those."""
+        """Sets the state at a place of that list."""
         ...
 
 

@@ -11,7 +11,7 @@ from .._errors import UsageError, message
 
 
 def is_called_by(qualname: str) -> bool:
-    """Returns whether a function whose qualified name begins so is on the stack."""
+    """Returns whether a function whose qualified name begins with `qualname` is on the stack."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_qualname.startswith(qualname):
@@ -22,7 +22,7 @@ def is_called_by(qualname: str) -> bool:
 
 @contextmanager
 def refusing_writes(wholes: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
-    """Raises UsageError, naming every one of `wholes` that the body writes into."""
+    """Raises UsageError naming each of `wholes` that the body writes into."""
     versions = [whole._version for whole in wholes]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a framework's autograd and a run tell each other of one call of a unit, and of one differentiation."""
+"""Protocols between a framework's autograd and a run: for one call of a unit, and for one differentiation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Inside(Protocol):
     """The code of a unit that may run again in the middle of its backward, because a checkpoint is inside of it."""
 
     def begin(self, weights: Callable[[], Sequence[Tensor]]) -> None:
-        """Called when the backward of the unit begins, with what returns its whole weights."""
+        """Called when the backward of the unit begins, with a function that returns its whole weights."""
         ...
 
     def end(self) -> None:
-        """Called when it has ended."""
+        """Called when the backward has ended."""
         ...
 
 
@@ -24,15 +24,15 @@ class UnitUse(Protocol):
     """One call of a unit, as the framework's VJP nodes see it.
 
     Attributes:
-        names: of its weights, for messages.
+        names: names of its weights, for messages.
         trainable: which weights want a gradient.
         released: which weights are dropped after forward, so that autograd must not keep them.
         remat: keep nothing of what the unit computes, and compute it again in backward.
-        inside: what to make ready for code of the unit that runs again by itself; None if that needs nothing.
+        inside: notified for code of the unit that runs again by itself; None if that needs nothing.
         needs_backward: set by the tape: the use will have a backward.
-        changed: set by the tape: what the unit has changed of its arguments; that of the use which this one repeats.
-        scope: set by the tape: what will call the unit again before its backward (activation checkpointing); equal for
-            the uses that it calls together, None if nothing does.
+        changed: set by the tape: the arguments that the unit has changed, shared with the use that this one repeats.
+        scope: set by the tape: the activation checkpoint that will call the unit again before its backward; equal for
+            all uses in one checkpoint; None without a checkpoint.
     """
 
     names: list[str]
@@ -49,7 +49,7 @@ class UnitUse(Protocol):
         ...
 
     def after_forward(self) -> None:
-        """Called after it, by whoever has called `before_forward`."""
+        """Called after the unit's forward, by the caller of `before_forward`."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class UnitUse(Protocol):
         ...
 
     def inner(self) -> UnitUse | None:
-        """Returns a use without backward, for a differentiation while the loss is computed; None in the run's own."""
+        """Returns a use without backward, for a differentiation inside of the loss; None in the backward of the run."""
         ...
 
     def dismiss(self) -> None:
@@ -74,7 +74,7 @@ class UnitUse(Protocol):
         ...
 
     def after_recompute(self) -> None:
-        """Called after it, also if it was left half way."""
+        """Called after that call, even if it was left early."""
         ...
 
     def before_backward(self) -> None:
@@ -82,7 +82,7 @@ class UnitUse(Protocol):
         ...
 
     def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Called after it, with the gradient of every weight (None: no path to the loss).
+        """Called after the backward, with the gradient of every weight (None: no path to the loss).
 
         They are dense, of any strides, and nobody writes into them any more.
         """
@@ -90,7 +90,7 @@ class UnitUse(Protocol):
 
 
 class Tape(Protocol):
-    """What one differentiation needs of the framework."""
+    """The framework's part of one differentiation."""
 
     leaves: list[Tensor]
 
@@ -122,5 +122,5 @@ class Tape(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases everything that the tape holds."""
         ...

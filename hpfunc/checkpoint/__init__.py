@@ -1,6 +1,6 @@
 """Checkpoints: a tree of sharded arrays in safetensors files, loaded again on any mesh and any number of ranks.
 
-A checkpoint is complete or not there, whatever ends the processes while they save. Every byte that is loaded is
+A checkpoint is complete or does not exist, even if processes are killed while they save. Every byte that is loaded is
 compared with a checksum. Nothing is ever unpickled.
 """
 

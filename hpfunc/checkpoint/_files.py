@@ -25,16 +25,16 @@ Rename = Callable[[str], str | None]
 def export_safetensors(
     path: str | Path, file: str | Path, *, rename: Rename | None = None, step: int | None = None
 ) -> Path:
-    """Writes the arrays of a checkpoint into one safetensors file, each of them whole.
+    """Writes the arrays of a checkpoint, whole, into one safetensors file.
 
-    One process does this, from the files alone: it needs neither the ranks nor the model, and has one array in memory
-    at a time. Numbers, strings and `PerRank` leaves are left out.
+    One process does this from the files only, without the ranks or the model, with one array in memory at a
+    time. Numbers, strings and `PerRank` leaves are left out.
 
     Args:
         path: the folder that `save` was given.
-        file: what to write; it is replaced once the new one is complete.
+        file: the file to write; an old one is replaced once the new one is complete.
         rename: from a dotted path to the name in the file, None to leave the array out. Default: the path itself.
-        step: which checkpoint; default: the latest complete one.
+        step: number of the checkpoint; default: the latest complete one.
 
     Returns:
         The path of the file.
@@ -97,20 +97,20 @@ def import_safetensors(
     allow: Collection[Allowed] = (),
     mesh: Mesh | None = None,
 ) -> Any:
-    """Reads whole arrays that any tool wrote as safetensors into a new tree that is cut like another one.
+    """Reads safetensors files of any tool, with whole arrays, into a new tree that is cut like another one.
 
     Args:
         path: a safetensors file, or a folder: all such files in it are read together.
-        like: a tree whose leaves tell shape, dtype, spec and mesh. It stays as it is.
+        like: a tree whose leaves give shape, dtype, spec and mesh. It is not changed.
         rename: from a name in the files to a dotted path of `like`, None to leave it out. Default: the name itself.
-        allow: differences that are no error, as for `load`.
+        allow: differences that are not errors, as for `load`.
         mesh: whose ranks read; default: the mesh of the arrays, else the one in use.
 
     Returns:
         The tree, with the arrays in memory of their own.
 
     Raises:
-        CheckpointError: a file is not whole, or cannot be read; names do not fit (all are named).
+        CheckpointError: a file is truncated or cannot be read; names do not fit (the error lists all).
         LeafError, MeshError, UsageError, AgreementError: as `load`.
 
     Communication: two digests. Each rank reads the blocks of a MiB that hold its own parts.

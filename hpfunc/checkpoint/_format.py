@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes with the length of a header, the header in JSON, then the bytes of all tensors.
 
-It is written and read here, not by its library: that one hands out tensors of a framework, and numpy, which all of them
-share, has no bfloat16. A file is data only; nothing in it is ever run. All other tools read what is written here.
+The `safetensors` library is not used, because it returns tensors of one framework; numpy, which all frameworks share,
+has no bfloat16. A file is data only; nothing in it is ever run. Other tools can read the files that are written here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..backends.host_bytes import Buffer
 
 Shape = tuple[int, ...]
 
-# Bytes under one checksum, and so what is read at once. Whoever needs one byte of a block reads all of it.
+# Bytes under one checksum. A block is always read as a whole, even for one byte.
 BLOCK_BYTES = 1 << 20
 
 CODES = {
@@ -59,10 +59,10 @@ def num_bytes(shape: Sequence[int], dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor that is to be written.
+    """A tensor to write.
 
     Attributes:
-        name: under which it stands in the file.
+        name: its name in the file.
         data: its elements in row-major order.
     """
 
@@ -78,7 +78,7 @@ class Stored:
 
     Attributes:
         offset: of its first byte in the file.
-        blocks: checksums of its bytes, `BLOCK_BYTES` at a time; None where nobody took them.
+        blocks: a checksum for each `BLOCK_BYTES` of its bytes; None if there are no checksums.
     """
 
     file: str
@@ -116,11 +116,11 @@ def header(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         tensors: by name.
-        heads: of the file its size, the length of its header, and that one's checksum.
+        heads: size of the file, length of its header, and checksum of its header.
     """
 
     tensors: dict[str, Stored]
@@ -128,7 +128,7 @@ class Written:
 
 
 def write_file(path: Path, tensors: Sequence[Tensor]) -> Written:
-    """Writes a file that is on the disk when this returns.
+    """Writes a file. It is on the disk (fsync) when this returns.
 
     Raises:
         OSError: it cannot be written.
@@ -152,14 +152,14 @@ def write_file(path: Path, tensors: Sequence[Tensor]) -> Written:
 
 
 def _write(file: Any, data: Any) -> None:
-    # One call may write less than it was given: the last bytes that fit on a disk, say. The next one then raises.
+    # One call may write fewer bytes than it was given, such as the last that fit on a disk. The next call then raises.
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text that is on the disk when this returns."""
+    """Writes a text file. It is on the disk (fsync) when this returns."""
     with path.open("wb", buffering=0) as file:
         _write(file, text.encode())
         os.fsync(file.fileno())
@@ -175,10 +175,10 @@ def sync_folder(path: Path) -> None:
 
 
 def read_header(function: str, path: Path) -> dict[str, Stored]:
-    """Returns what stands in a file that any tool wrote.
+    """Returns the contents of a safetensors file of any tool.
 
     Raises:
-        CheckpointError: it is no whole safetensors file, or a dtype is unknown here.
+        CheckpointError: it is not a complete safetensors file, or has an unknown dtype.
         OSError: it cannot be read.
     """
     size = path.stat().st_size

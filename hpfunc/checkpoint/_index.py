@@ -1,10 +1,10 @@
-"""The index of a checkpoint, a value; and the folder in which checkpoints stand.
+"""The index of a checkpoint, a value; and the folder that holds checkpoints.
 
 # Note [Complete]
 A checkpoint is the folder ``step-00000012`` of a path. It is written as ``step-00000012.partial-...``, its files first,
-its ``index.json`` last, each forced to the disk, and then gets its name by one rename. So whatever ends the processes,
-a folder of that name is complete. One that `keep` gives up is renamed to ``step-00000012.removed`` before its files go.
-Both kinds of leftovers are ignored by every reader, and are taken away by the next save.
+its ``index.json`` last, each forced to the disk, and then gets its name by one rename. So a folder of that name is
+complete, whenever the processes end. A checkpoint that `keep` removes is renamed to ``step-00000012.removed`` before
+its files are deleted. Readers ignore both kinds of leftovers, and the next save deletes them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class RankValues:
-    """What each rank had of its own, in rank order of the mesh."""
+    """The values of a `PerRank` leaf, in rank order of the mesh."""
 
     entries: tuple[Array | Value, ...]
 
@@ -64,11 +64,11 @@ Entry = Array | Value | RankValues
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         leaves: by dotted path.
-        heads: of each file its size, the length of its header, and that one's checksum.
+        heads: for each file its size, the length of its header, and the checksum of its header.
     """
 
     step: int
@@ -116,7 +116,7 @@ def _unreadable(function: str, path: Path, why: str) -> CheckpointError:
 
 
 def to_data(entry: Entry) -> dict[str, Any]:
-    """Returns an entry as JSON has it.
+    """Returns an entry as JSON data.
 
     >>> to_data(Value(0.5)), from_data(to_data(Value(float("inf"))))
     ({'float': 0.5}, Value(value=inf))
@@ -152,7 +152,7 @@ def _one(data: dict[str, Any]) -> Array | Value:
 
 # --- the folder -------------------------------------------------------------------------------------------------------
 def folder(path: Path, step: int) -> Path:
-    """Returns where the checkpoint of a step stands."""
+    """Returns the folder of the checkpoint of a step."""
     return path / f"step-{step:08d}"
 
 
@@ -169,7 +169,7 @@ def steps(path: Path) -> list[int]:
 
 
 def leftovers(path: Path) -> list[Path]:
-    """Returns what saves left that were ended before their time."""
+    """Returns the leftovers of saves that did not finish."""
     return [entry for entry in path.iterdir() if _LEFTOVER.fullmatch(entry.name)]
 
 
@@ -192,7 +192,7 @@ def read_index(function: str, path: Path, step: int) -> Index:
 def latest(path: str | Path) -> int | None:
     """Returns the step of the newest complete checkpoint in a folder, None if there is none.
 
-    What killed or unfinished saves left behind does not count.
+    Leftovers of killed or unfinished saves do not count.
 
     Args:
         path: the folder that `save` was given; it need not exist.
@@ -200,7 +200,7 @@ def latest(path: str | Path) -> int | None:
     Raises:
         CheckpointError: the folder cannot be read.
 
-    Communication: none. Ranks that ask while a save ends may hear different answers; `load` compares them.
+    Communication: none. While a save ends, ranks may get different answers; `load` compares them.
 
     >>> import tempfile
     >>> hpfunc.checkpoint.latest(tempfile.mkdtemp()) is None

@@ -1,4 +1,4 @@
-"""What stands in a tree that is saved or loaded: arrays, values, and what each rank has of its own."""
+"""The leaves of a tree that is saved or loaded: arrays, values, and `PerRank` values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VALUES = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A leaf that each rank has for itself: the state of a random generator, a position in the data.
+    """A leaf with a value of its own on each rank: the state of a random generator, a position in the data.
 
-    Any other plain tensor or number must be the same on all ranks. A `PerRank` is loaded by as many ranks as saved it.
+    Any other plain tensor or number must be the same on all ranks. As many ranks load a `PerRank` as saved it.
 
     Attributes:
         value: a plain tensor, a number, a bool or a string.
@@ -45,11 +45,11 @@ def is_leaf(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf, and how errors and the index call it.
+    """A leaf, and its name in errors and in the index.
 
     Attributes:
         key: its dotted path.
-        dtype: of a tensor; None of a value.
+        dtype: dtype of a tensor; None for a value.
     """
 
     key: str
@@ -84,7 +84,7 @@ class Leaf:
         return tuple(slice(0, n) for n in self.shape)
 
     def is_written_by(self, mesh: Mesh) -> bool:
-        """Returns whether this rank writes its tensor: of several that hold the same, one does, by a draw of the key.
+        """Returns whether this rank writes its tensor. Of ranks with the same part a hash of the key picks one.
 
         >>> mesh = hpfunc.Mesh(("replicate",), (2,), ("replicate",), (0, 1))
         >>> [Leaf(key, 1, "int64").is_written_by(mesh) for key in "abcd"]
@@ -97,7 +97,7 @@ class Leaf:
         return holders[zlib.crc32(self.key.encode()) % len(holders)] == mesh.rank
 
     def fact(self) -> str:
-        """Returns what all ranks must have alike."""
+        """Returns what must be equal on all ranks."""
         kind = "per rank" if self.is_per_rank else ""
         if is_sharded(self.value):
             kind = f"spec {self.value.spec}"
@@ -111,7 +111,7 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[list[Leaf], optree.P
     """Returns the leaves of a tree.
 
     Raises:
-        LeafError: names every leaf that cannot stand in a checkpoint.
+        LeafError: names every leaf that cannot be saved.
     """
     found, treedef = flatten(tree, is_leaf)
     plain = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in found]
@@ -132,7 +132,7 @@ def leaves_of(function: str, name: str, tree: Any) -> tuple[list[Leaf], optree.P
 
 
 def _dtype(backend: Backend, leaf: Any, value: Any) -> tuple[str | None, str | None]:
-    """Returns the dtype of a leaf, None of a value, and what is wrong with it."""
+    """Returns the dtype of a leaf (None for a value), and what is wrong with the leaf."""
     if is_sharded(value):
         if isinstance(leaf, PerRank):
             return None, "a ShardedArray is no PerRank"
@@ -150,7 +150,7 @@ def _dtype(backend: Backend, leaf: Any, value: Any) -> tuple[str | None, str | N
 
 
 def mesh_of(function: str, tree: Any, mesh: Mesh | None) -> Mesh:
-    """Returns the mesh whose ranks save or load together: the one given, else that of the arrays, else that in use.
+    """Returns the mesh whose ranks save or load together: the given one, else that of the arrays, else the one in use.
 
     Raises:
         MeshError: there is none, or arrays lie on other ranks.

@@ -1,4 +1,4 @@
-"""`load`: what fits is read, each rank only what its own part needs."""
+"""`load`: each rank reads the blocks that its own parts need."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load(
 
     Args:
         path: the folder that `save` was given.
-        like: a tree such as a fresh start makes it: its leaves tell shape, dtype, spec and mesh. It stays as it is.
-        step: which checkpoint; default: the latest complete one.
-        allow: differences that are no error. ``"missing"``: leaves that the checkpoint lacks keep the value of `like`.
+        like: a tree as a new run makes it. Its leaves give shape, dtype, spec and mesh. It is not changed.
+        step: number of the checkpoint; default: the latest complete one.
+        allow: accepted differences. ``"missing"``: leaves that the checkpoint lacks keep the value of `like`.
             ``"unexpected"``: leaves that `like` lacks are not read. ``"misfit"``: leaves of another shape or kind, or
             of a `PerRank` that another number of ranks saved, keep the value of `like`. ``"cast"``: arrays of another
             dtype are read and cast, numbers of another type converted.
@@ -51,7 +51,7 @@ def load(
     Raises:
         CheckpointError: there is no such checkpoint; leaves are missing, unexpected or do not fit (all are named); a
             file cannot be read or differs from what was written (the file, the leaf and the bytes are named).
-        LeafError, MeshError: `like` has leaves that no checkpoint has, or arrays on other ranks.
+        LeafError, MeshError: `like` has leaves that cannot be saved, or arrays on other ranks.
         UsageError: `allow` has an unknown name.
         AgreementError: another rank refuses, or sees another checkpoint.
 
@@ -86,7 +86,7 @@ def load(
 
 
 def check_allowed(function: str, allow: Collection[str]) -> None:
-    """Raises UsageError if a name is none of those that `load` knows."""
+    """Raises UsageError if `load` does not know a name."""
     unknown = [allow] if isinstance(allow, str) else [name for name in allow if name not in ALLOWED]
     if unknown:
         rule = f"allow takes a collection of {', '.join(map(repr, ALLOWED))}, got {unknown[0]!r}"
@@ -95,13 +95,13 @@ def check_allowed(function: str, allow: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """For each leaf what is read for it, None if it keeps the value of `like`."""
+    """For each leaf what to read; None if it keeps the value of `like`."""
 
     leaves: list[Leaf]
     entries: list[Array | Value | None]
 
     def facts(self) -> str:
-        """Returns what all ranks must have alike."""
+        """Returns what must be equal on all ranks."""
         pairs = zip(self.leaves, self.entries, strict=True)
         return "\n".join(f"{leaf.key}: {'kept' if entry is None else 'read'}, {_spec(leaf)}" for leaf, entry in pairs)
 
@@ -109,7 +109,7 @@ class Plan:
 def fit(
     function: str, source: str, leaves: list[Leaf], stored: Mapping[str, Entry], mesh: Mesh, allow: Collection[str]
 ) -> Plan:
-    """Returns what is to be read.
+    """Returns what to read.
 
     Raises:
         CheckpointError: names every leaf that is missing, unexpected or does not fit, unless that is allowed.
@@ -143,14 +143,14 @@ def describe(leaf: Leaf) -> str:
 
 
 def _misfit(leaf: Leaf, entry: Entry, mesh: Mesh) -> tuple[str | None, str]:
-    """Returns how a leaf and what is stored differ, if they do."""
+    """Returns how a leaf differs from what is stored, if it does."""
     text = f"{describe(leaf)}, but {entry} was saved"
     if leaf.is_per_rank != isinstance(entry, RankValues):
         return "misfit", text
     if isinstance(entry, RankValues):
         if len(entry.entries) != mesh.size:
             return "misfit", f"{text}, and {mesh.size} load"
-        entry = entry.entries[mesh.ranks.index(mesh.rank)]  # the others' may fit otherwise: each rank's own business
+        entry = entry.entries[mesh.ranks.index(mesh.rank)]  # that of another rank may have another shape
     if isinstance(entry, Array):
         if leaf.dtype is None or (not leaf.is_per_rank and leaf.shape != entry.shape):
             return "misfit", text
@@ -161,7 +161,7 @@ def _misfit(leaf: Leaf, entry: Entry, mesh: Mesh) -> tuple[str | None, str]:
 
 
 def read(function: str, path: Path, plan: Plan, mesh: Mesh, index: Index | None = None) -> list[Any]:
-    """Returns the leaves, read.
+    """Reads the leaves and returns them.
 
     Raises:
         CheckpointError: this rank cannot read, or what it reads is damaged.
@@ -185,7 +185,7 @@ def _one(leaf: Leaf, entry: Array | Value, mesh: Mesh, reader: Reader) -> Any:
         return type(leaf.plain)(entry.value)
     of = leaf.plain.mesh if is_sharded(leaf.plain) else mesh
     backend = backends.get(of.framework)
-    # The shape of what one rank has for itself is free: it may be the rest of a batch.
+    # A `PerRank` value may have any shape: it may be the rest of a batch.
     box = tuple(slice(0, n) for n in entry.shape) if leaf.is_per_rank else leaf.box
     data = reader.read(leaf.key, entry.parts, box, entry.dtype)
     shape = tuple(place.stop - place.start for place in box)

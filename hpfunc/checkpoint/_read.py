@@ -1,4 +1,4 @@
-"""Reading boxes out of tensors in files: only the blocks of bytes that hold them, each compared with its checksum."""
+"""Reads boxes of tensors in files: only the blocks that hold them, each of which is compared with its checksum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part:
     stored: Stored
 
     def overlap(self, box: Box) -> tuple[Box, Box] | None:
-        """Returns what a box of the array takes from this part: where in the part, and where in the box.
+        """Returns the elements that a box of the array takes from this part: slices of the part, and slices of the box.
 
         >>> part = Part((4,), Stored("f", "float32", (4,), 0))
         >>> part.overlap((slice(6, 10),)), part.overlap((slice(0, 4),))
@@ -59,7 +59,7 @@ def blocks_of(shape: Shape, box: Box, item_bytes: int, block_bytes: int = BLOCK_
 
 
 def _runs(shape: Shape, box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the stretches of bytes of a box, which is not empty."""
+    """Yields the ranges of bytes of a box, which is not empty."""
     strides, size = [], item_bytes
     for n in reversed(shape):
         strides.insert(0, size)
@@ -80,7 +80,7 @@ class Reader:
 
     Attributes:
         heads: of files, the size and the checksum of the header, which are compared at the first read.
-        bytes_read: so far.
+        bytes_read: number of bytes read so far.
     """
 
     def __init__(self, function: str, folder: Path, heads: dict[str, tuple[int, int, str]] | None = None) -> None:
@@ -122,7 +122,7 @@ class Reader:
         return target.reshape(-1)
 
     def _bytes(self, key: str, stored: Stored, box: Box) -> Any:
-        """Returns a buffer for the whole part; only the blocks of the box are read, and so take memory."""
+        """Returns a buffer for the whole part. Only the blocks of the box are read, and only these take memory."""
         import numpy as np
 
         item = ITEM_BYTES[stored.dtype]

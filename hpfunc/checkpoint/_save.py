@@ -1,4 +1,4 @@
-"""`save`: each rank writes what it owns, the first rank writes the index last (see Note [Complete])."""
+"""`save`: each rank writes what it owns; the first rank writes the index, last (see Note [Complete])."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ._read import Part
 from ._together import as_path, by_first, disk, texts_of_all
 
 _NAME = "hpfunc.checkpoint.save"
-# Saves that nobody has waited for, by their folder and ranks: the next one there waits for them.
+# Saves that nobody has waited for, by folder and ranks. The next save of the same folder waits for them.
 _pending: dict[tuple[Path, tuple[int, ...]], Saving] = {}
 
 
@@ -37,7 +37,7 @@ def save(
     asynchronous: bool = False,
     mesh: Mesh | None = None,
 ) -> Saving:
-    """Writes a tree as a new checkpoint of a folder: completely, or not at all, whatever ends the processes.
+    """Writes a tree as a new checkpoint of a folder: completely or not at all, even if processes are killed.
 
     Every rank writes the parts that it owns into a safetensors file of its own; of replicas one rank writes. Keys are
     the dotted paths of the leaves. The index, in JSON, has a checksum for each MiB.
@@ -47,20 +47,20 @@ def save(
         tree: pytree of `ShardedArray`, plain tensors, numbers, bools and strings; all but `PerRank` leaves are the same
             on all ranks.
         step: number of the checkpoint; default: one more than the latest, from 0 on.
-        keep: after this one is complete, remove all but the last so many; default: none.
-        asynchronous: copy the parts of this rank to memory of the host, and let a thread write them: the arrays may be
-            donated at once. The checkpoint is complete after `Saving.wait`, which the next `save` there calls too.
+        keep: number of checkpoints to keep: older ones are removed when this one is complete; default: all.
+        asynchronous: copy the parts of this rank to host memory, and write them in a thread. The arrays may be donated
+            at once. The checkpoint is complete after `Saving.wait`, which the next `save` to the folder calls too.
         mesh: whose ranks save; default: the mesh of the arrays, else the one in use.
 
     Returns:
         The save, already waited for unless `asynchronous`.
 
     Raises:
-        LeafError: leaves cannot stand in a checkpoint, or plain tensors differ between ranks; all of them are named.
+        LeafError: leaves cannot be saved, or plain tensors differ between ranks; the error names all of them.
         UsageError: `step` or `keep` is out of its range.
-        MeshError: nothing tells which ranks save, or arrays lie on others.
-        CheckpointError: this rank cannot write, or the step is there already. Other checkpoints are as they were.
-        AgreementError: another rank refuses, or was given something else.
+        MeshError: there is no mesh, or arrays lie on other ranks.
+        CheckpointError: this rank cannot write, or the step exists already. Other checkpoints are not changed.
+        AgreementError: another rank refuses, or has other arguments.
         PeerError: another rank ended.
 
     Communication: digests, a few numbers, and at the end the checksums from each rank; never inside of the thread.
@@ -150,10 +150,10 @@ class Saving:
         self._is_over = False
 
     def wait(self) -> None:
-        """Returns once the checkpoint is complete. All ranks call it; again, it does nothing, or raises as before.
+        """Returns once the checkpoint is complete. All ranks call it. Called again, it does nothing, or raises again.
 
         Raises:
-            CheckpointError: this rank could not write. Nothing is left of this checkpoint; others are as they were.
+            CheckpointError: this rank could not write. This checkpoint does not exist; others are not changed.
             AgreementError: another rank could not.
 
         Communication: two agreements, and the checksums from each rank.
@@ -178,7 +178,7 @@ class Saving:
     def _start(self, asynchronous: bool) -> None:
         try:
             tensors, values = self._contents(asynchronous)
-        except Exception as error:  # the other ranks hear of it in `wait`
+        except Exception as error:  # the other ranks learn it in `wait`
             self._error = error
             return
         if asynchronous:
@@ -188,7 +188,7 @@ class Saving:
             self._write(tensors, values)
 
     def _contents(self, copy: bool) -> tuple[list[Tensor], dict[str, Value]]:
-        """Returns the tensors that this rank writes, and the values that it has of its own."""
+        """Returns the tensors that this rank writes, and its `PerRank` values."""
         bytes_of = backends.get(self._mesh.framework).host_bytes.to_bytes
         tensors = [
             Tensor(leaf.key, leaf.dtype, tuple(leaf.local.shape), bytes_of(leaf.local, copy=copy))
@@ -198,7 +198,7 @@ class Saving:
         return tensors, {x.key: Value(x.plain) for x in self._leaves if x.is_per_rank and not x.dtype}
 
     def _write(self, tensors: list[Tensor], values: dict[str, Value]) -> None:
-        """Writes this rank's file; what the others must know of it becomes the text. No collective here."""
+        """Writes this rank's file, and sets the text that the other ranks need to know. Runs no collective."""
         name, mesh = f"rank-{self._mesh.ranks.index(self._mesh.rank):05d}.safetensors", self._mesh
         file = Written({}, {})
         try:
@@ -231,7 +231,7 @@ class Saving:
         self._leaves = []
 
     def _complete(self, ranks: list[dict[str, Any]]) -> list[int]:
-        """Writes the index, gives the folder its name, and removes what is older than wanted."""
+        """Writes the index, gives the folder its name, and removes old checkpoints (see `keep`)."""
         heads = {name: tuple(head) for each in ranks for name, head in each["heads"].items()}
         entries = [{key: from_data(entry) for key, entry in each["entries"].items()} for each in ranks]
         index = Index(self.step, {leaf.key: _entry(leaf, entries) for leaf in self._leaves}, heads)
@@ -248,7 +248,7 @@ class Saving:
 
 
 def _entry(leaf: Leaf, ranks: Sequence[dict[str, Entry]]) -> Entry:
-    """Returns what the index says of a leaf, from what each rank has written."""
+    """Returns the entry of a leaf in the index, from what each rank has written."""
     found = [rank[leaf.key] for rank in ranks if leaf.key in rank]
     if leaf.is_per_rank:
         assert len(found) == len(ranks)
@@ -265,5 +265,5 @@ def _remove_old(path: Path, keep: int, new: int) -> None:
         if step != new:
             old = folder(path, step)
             gone = old.rename(old.with_suffix(".removed"))
-            with suppress(OSError):  # the next save takes away what is left
+            with suppress(OSError):  # the next save deletes what is left
                 shutil.rmtree(gone)

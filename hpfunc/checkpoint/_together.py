@@ -1,4 +1,4 @@
-"""What ranks do together while they save or load: one of them acts for all, and errors of the disk are told to all."""
+"""What ranks do together while they save or load: one rank acts for all, and all ranks learn of disk errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def disk(function: str, doing: str, mesh: Mesh | None = None) -> Iterator[None]:
     """Turns an `OSError` of the body into a `CheckpointError` that says which rank could not do what.
 
     Raises:
-        CheckpointError: in place of the error.
+        CheckpointError: instead of the `OSError`.
     """
     try:
         yield
@@ -26,10 +26,10 @@ def disk(function: str, doing: str, mesh: Mesh | None = None) -> Iterator[None]:
 
 
 def by_first(mesh: Mesh, function: str, act: Callable[[], Sequence[int]], num_numbers: int = 1) -> Sequence[int]:
-    """Lets the first rank of a mesh act, and returns the numbers that it returns, on all ranks.
+    """Calls `act` on the first rank of a mesh, and returns its numbers on all ranks.
 
     Raises:
-        AgreementError: `act` raised; on the first rank its own error.
+        AgreementError: `act` raised on the first rank, which raises its own error.
 
     Communication: an agreement, and `num_numbers` numbers.
     """
@@ -50,5 +50,5 @@ def texts_of_all(mesh: Mesh, function: str, text: str) -> list[str]:
 
 
 def as_path(path: str | Path) -> Path:
-    """Returns a path that stays the same when the process changes its folder."""
+    """Returns an absolute path, which stays valid when the process changes its folder."""
     return Path(path).expanduser().absolute()

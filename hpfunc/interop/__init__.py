@@ -1,8 +1,8 @@
-"""Sharded arrays as what other libraries know, and back, without a copy.
+"""Sharded arrays as types of other libraries, and back, without a copy.
 
 `to_dtensor` and `from_dtensor`, `to_device_mesh` and `from_device_mesh` for `torch.distributed.tensor`; `from_local`
-and `to_numpy` for parts that come from, or go to, numpy and every library that speaks DLPack. Memory is shared: what is
-written into one shows in the other.
+and `to_numpy` for parts that come from, or go to, numpy and every library that speaks DLPack. Memory is shared: a
+write into one is seen in the other.
 """
 
 from ._dtensor import from_device_mesh as from_device_mesh

@@ -38,11 +38,11 @@ def _check_framework(function: str, mesh: Mesh) -> None:
 def to_device_mesh(mesh: Mesh) -> Any:
     """Returns the torch `DeviceMesh` with the ranks, sizes and axis names of a mesh.
 
-    The same one each time, as long as the process group lives. `from_device_mesh` is the way back; that a `DeviceMesh`
-    does not know which axes hold different data, it must be told.
+    The same object each time, as long as the process group lives. `from_device_mesh` is the inverse; it has to be told
+    the data axes, which a `DeviceMesh` does not know.
 
     Raises:
-        MeshError: no process group is initialized, as in a world of one; or the mesh is one of MindSpore.
+        MeshError: no process group is initialized, as in a world of one; or the mesh is a mesh of MindSpore.
 
     Communication: the first time the process groups of the axes are made, which all ranks of the world must do.
     """
@@ -64,15 +64,15 @@ def from_device_mesh(device_mesh: Any, data_axes: AxisNames | None = None, timeo
 def to_dtensor(tree: Any, device_mesh: Any = None) -> Any:
     """Returns a tree with a `DTensor` for each `ShardedArray`, in the same memory.
 
-    An axis that cuts a dim is a ``Shard``, one over which the array still is a partial sum a ``Partial``, any other a
-    ``Replicate``.
+    An axis that cuts a dim becomes ``Shard``, an axis over which the array is still a partial sum ``Partial``, any
+    other ``Replicate``.
 
     Args:
         tree: pytree of `ShardedArray`, all on one mesh.
         device_mesh: a `DeviceMesh` with the ranks of the mesh; default: that of `to_device_mesh`.
 
     Raises:
-        LeafError: a leaf is no `ShardedArray`.
+        LeafError: a leaf is not a `ShardedArray`.
         SpecError: several axes cut a dim in a way that placements do not say: the first is not the major one, or
             sizes do not divide. See `reshard` for another spec.
         MeshError: `device_mesh` has other ranks, or leaves lie on two meshes, or on one of MindSpore.
@@ -159,7 +159,7 @@ def _spec(placements: Placements, mesh: Mesh) -> PartitionSpec | None:
 
 
 def _agrees(layout: Layout) -> bool:
-    """Returns whether a DTensor so placed has the same parts on all ranks. See Note [Cut as DTensor cuts]."""
+    """Returns whether a DTensor with these placements has the same parts. See Note [Cut as DTensor cuts]."""
     mesh = layout.mesh
     for dim, size in enumerate(layout.shape):
         axes = mesh.sort(axis for axis in layout.spec.dim_axes(dim) if mesh.shape[axis] > 1)

@@ -1,4 +1,4 @@
-"""Parts that this rank has already, of numpy and of every library that speaks DLPack."""
+"""Local parts from and to numpy, and every library that speaks DLPack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
     """Returns the array of which `local` is this rank's part, in the same memory.
 
     Args:
-        local: a tensor of the mesh's framework, a numpy array, or what else has ``__dlpack__``; on the mesh's device.
+        local: a tensor of the mesh's framework, a numpy array, or anything with ``__dlpack__``; on the mesh's device.
             On MindSpore, one of torch, too; on torch, ``mindspore.utils.to_dlpack(x)`` of a tensor of MindSpore.
         shape: of the whole array.
         spec: how it is cut; every cut dim of size n over c ranks into parts of ceil(n / c), the last ones shorter or
@@ -29,7 +29,7 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
 
     Raises:
         SpecError: the spec does not fit the shape or the mesh, or a part has another shape than it should.
-        LeafError: `local` is nothing that can be shared, or lies on another device.
+        LeafError: the memory of `local` cannot be shared, or is on another device.
         AgreementError: ranks disagree on shape, spec or dtype, or one of them refuses.
 
     Communication: a digest.
@@ -82,10 +82,10 @@ def to_numpy(tree: Any) -> Any:
     """Returns a tree with this rank's part of each `ShardedArray` as a numpy array, in the same memory.
 
     For whole arrays unshard first, then ``numpy.asarray(whole)`` on each tensor. Other libraries take a part by DLPack,
-    ``jax.dlpack.from_dlpack(array.local)``; `from_local` is the way back for all of them.
+    ``jax.dlpack.from_dlpack(array.local)``; `from_local` is the inverse for all of them.
 
     Raises:
-        LeafError: a leaf is no `ShardedArray`, lies on an accelerator, or has a dtype that numpy lacks (bfloat16).
+        LeafError: a leaf is not a `ShardedArray`, lies on an accelerator, or has a dtype that numpy lacks (bfloat16).
 
     Communication: none.
 

@@ -1,8 +1,8 @@
 """Modules of a framework as pure functions of sharded weights.
 
-`from_module` makes of a `torch.nn.Module` or a `mindspore.nn.Cell` a function and a dict of its parameters; the module
-itself is not touched. Its repeated blocks become units. `init_module` does the same for a model that no rank ever
-holds, and `to_module` writes weights back.
+`from_module` turns a `torch.nn.Module` or a `mindspore.nn.Cell` into a function and a dict of its parameters, and does
+not change the module. Its repeated blocks become units. `init_module` does the same for a model that no rank holds as a
+whole, and `to_module` writes weights back.
 """
 
 from ._function import ModuleFunction as ModuleFunction

@@ -1,6 +1,6 @@
-"""Which modules become units: by the caller's words, by default the repeated blocks; and what is left over.
+"""Which modules become units: those that the caller selects, by default the repeated blocks; and the remaining ones.
 
-What is asked of a framework's modules is `Parts`; all else is the same for every framework.
+`Parts` is what a framework has to provide; all else is the same for every framework.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = "hpfunc.from_module"
 
 
 class Parts(Protocol):
-    """How the modules of a framework are taken apart.
+    """How a framework's modules are made of parts.
 
     Attributes:
         kind: the class of all modules.
@@ -32,7 +32,7 @@ class Parts(Protocol):
     method: str
 
     def named(self, module: Module) -> dict[str, Module]:
-        """Returns a module as "" and all parts of it by path, each once."""
+        """Returns a module and all its parts by path, each once. The path of the module is ""."""
         ...
 
     def children(self, module: Module) -> Iterable[tuple[str, Module]]:
@@ -40,7 +40,7 @@ class Parts(Protocol):
         ...
 
     def own(self, module: Module) -> list[str]:
-        """Returns the names of the parameters that a module has beside those of its parts."""
+        """Returns the names of the parameters that belong to a module and not to its parts."""
         ...
 
     def computes_own(self, module: Module) -> bool:
@@ -61,8 +61,8 @@ class Choice:
     """The units of a module.
 
     Attributes:
-        units: path and class name of each, in the order of the module's own; "" is the module itself.
-        alone: parameters that belong to a module around units; each is gathered by itself where it is used.
+        units: path and class name of each, in the order of the module's parts; "" is the module itself.
+        alone: parameters that belong to a module around units. Each is gathered by itself where it is used.
     """
 
     units: tuple[tuple[str, str], ...]
@@ -79,11 +79,11 @@ class Choice:
 
 
 def choose(parts: Parts, module: Module, units: Any) -> Choice:
-    """Returns the units that the caller chose, and those of what is left over.
+    """Returns the units that the caller chose, and units for the remaining modules.
 
     Raises:
         SpecError: an entry selects nothing, or units overlap.
-        UsageError: `units` is of no known kind, or a unit cannot be called.
+        UsageError: `units` is of an unknown kind, or a unit cannot be called.
     """
     named = parts.named(module)
     chosen = _repeated(parts, named) if units is None else _selected(parts, named, units)
@@ -183,7 +183,7 @@ def _check_overlap(parts: Parts, chosen: Named) -> None:
 def _left_over(
     parts: Parts, path: str, module: Module, chosen: set[int], alone: list[str], seen: set[int]
 ) -> Iterable[tuple[str, Module]]:
-    """Yields the smallest modules with parameters of their own that are in no unit yet, and notes what is alone."""
+    """Yields the smallest modules with own parameters that are not in a unit yet; notes parameters that are alone."""
     if id(module) in chosen or id(module) in seen:
         return
     seen.add(id(module))

@@ -32,7 +32,7 @@ class Skeleton(Protocol):
     modes: tuple[bool, ...]
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
-        """Returns what becomes of modes with "train" or "eval"."""
+        """Returns the modes after "train" or "eval"."""
         ...
 
     def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> Any:
@@ -52,7 +52,7 @@ class Skeleton(Protocol):
     def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
         """Returns the paths of plain parameters for which gradients are recorded.
 
-        `leaves` are the tensors that `value_and_grad` differentiates; None: whatever wants a gradient may get one.
+        `leaves` are the tensors that `value_and_grad` differentiates; None: any tensor that requires a gradient.
         """
         ...
 
@@ -65,8 +65,8 @@ class Skeleton(Protocol):
 class ModuleFunction:
     """A module as a pure function of its parameters: ``apply(params, *args, **kwargs)`` returns its outputs.
 
-    Get one from `from_module` or `init_module`. Its text, ``print(apply)``, says which units were chosen. Python
-    attributes that the module sets while it runs stay in a copy that is the function's own.
+    Get one from `from_module` or `init_module`. ``print(apply)`` lists its units. The function has a copy of the
+    module; Python attributes that the module sets while it runs stay in that copy.
 
     Attributes:
         buffers: the module's buffers at the start, by path: plain tensors, each rank's own.
@@ -94,8 +94,8 @@ class ModuleFunction:
             kwargs: go to the module.
 
         Raises:
-            UsageError: the call changes a buffer, or the module writes into a parameter; a step on several ranks would
-                differentiate plain parameters, each rank by itself; what is frozen in the module would be trained.
+            UsageError: the call changes a buffer; the module writes into a parameter; a step on several ranks would
+                train plain parameters on each rank alone; or a frozen parameter of the module would be trained.
             LeafError: the parameters are not those of the module.
 
         Communication: that of its units.
@@ -110,7 +110,7 @@ class ModuleFunction:
     def with_buffers(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Returns the outputs of the module and its buffers after the call; those given stay as they are.
+        """Returns the outputs of the module and its buffers after the call. The given buffers are not changed.
 
         Args:
             params: as for a call.
@@ -168,7 +168,7 @@ class ModuleFunction:
 
 
 def _refuse_wrong_training(skeleton: Skeleton, params: Mapping[str, Any]) -> None:
-    """Refuses a step that would train each rank alone, or what the module does not train."""
+    """Refuses a step that would train each rank alone, or parameters that are frozen in the module."""
     run = current_run()
     session = current_session() if run is None else run.session
     if session is None:
@@ -183,7 +183,7 @@ def _refuse_wrong_training(skeleton: Skeleton, params: Mapping[str, Any]) -> Non
             "a module that does not train is called without gradients (torch.no_grad())"
         )
         raise UsageError(message(_NAME, rule, alone, mesh=session.mesh, hint=hint))
-    # An array says by itself whether it trains, unless it was made of tensors that did not (by `.to()`, a state dict).
+    # An array knows whether it trains, unless it was made from tensors that do not know (by `.to()`, a state dict).
     unsaid = [path for path, x in params.items() if is_sharded(x) and x._tracker is not None and x._trains is None]
     if run is not None and (bad := sorted(skeleton.frozen.intersection(unsaid + alone))):
         rule = "parameters that are frozen in the module (requires_grad=False) would be trained"

@@ -18,7 +18,7 @@ def _made_by(framework: str) -> Any:
 
 
 def _of(module: Any) -> Any:
-    """Returns what is written for a module's framework; torch's, which refuses it, for what is no module."""
+    """Returns the code for a module's framework. A value that is not a module gets torch's, which refuses it."""
     mindspore = sys.modules.get("mindspore")
     return _made_by("mindspore" if mindspore is not None and isinstance(module, mindspore.nn.Cell) else "torch")
 
@@ -26,9 +26,9 @@ def _of(module: Any) -> Any:
 def from_module(module: Any, units: Any = None, *, remat: bool = False) -> tuple[ModuleFunction, dict[str, Tensor]]:
     """Returns a module as a pure function, and its parameters. The module is not changed.
 
-    What is chosen is a unit (see `unit`); of the rest each smallest module with parameters of its own is one. A
+    Each chosen module is a unit (see `unit`), and so is each smallest remaining module with parameters of its own. A
     parameter that is used outside of the module that it belongs to, or that belongs to a module around units, is
-    gathered there by itself, as a unit with its name. ``print(apply)`` says what was chosen.
+    gathered there by itself, as a unit with its name. ``print(apply)`` lists the units.
 
     Args:
         module: a `torch.nn.Module`, or a `mindspore.nn.Cell`.
@@ -36,13 +36,13 @@ def from_module(module: Any, units: Any = None, *, remat: bool = False) -> tuple
             returns a bool, or a list of such. Default: the repeated blocks, which are the outermost modules with parts
             of their own whose class stands at least twice in a ModuleList, Sequential or ModuleDict (CellList,
             SequentialCell or CellDict).
-        remat: keep nothing of the inside of units from forward to backward; see `unit`.
+        remat: recompute units in backward instead of saving their activations; see `unit`.
 
     Returns:
         ``(apply, params)``: see `ModuleFunction`; and a dict by path, as in ``module.named_parameters()`` or
         ``cell.parameters_and_names()``, where a tied parameter stands once. Its tensors share the memory of the module
-        until `shard` cuts them. They are parameters with the ``requires_grad`` of the module's: what is cut of one
-        without gradient is frozen (see `freeze`). A ``requires_grad_`` on the module counts before this call.
+        until `shard` cuts them. They are parameters with the ``requires_grad`` of the module's: an array that is cut
+        from one without gradient is frozen (see `freeze`). Call ``requires_grad_`` on the module before this.
         Moving statistics, which MindSpore keeps as parameters without gradient, are buffers.
 
     Raises:
@@ -77,8 +77,8 @@ def init_module(
 ) -> tuple[ModuleFunction, dict[str, Any]]:
     """Returns a module as a pure function, and its sharded parameters, without the whole model on any rank.
 
-    Values are made weight by weight, as in `init`: those of a function are those that it gives in a plain call with
-    the same seed.
+    Values are made weight by weight, as in `init`. They are the values that a plain call of the function gives with the
+    same seed.
 
     Args:
         source: a function without arguments that builds the module, the same on all ranks, in its dtype (torch cannot
@@ -112,9 +112,9 @@ def to_module(params: Mapping[str, Any], module: Any, buffers: Mapping[str, Tens
     """Writes weights into a module, which then computes with them, and returns it.
 
     Args:
-        params: `ShardedArray` or plain tensors by path: all of the module's.
+        params: `ShardedArray` or plain tensors by path, for all parameters of the module.
         module: a `torch.nn.Module` or `mindspore.nn.Cell`, such as the one that `from_module` was given.
-        buffers: by path; default: those of the module stay.
+        buffers: plain tensors by path; default: the buffers of the module are not changed.
 
     Raises:
         LeafError: paths or shapes are not those of the module.

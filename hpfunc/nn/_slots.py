@@ -1,4 +1,4 @@
-"""What frameworks share of a module's copy: the call that runs, and the places of the copy that it fills.
+"""The copy of a module, as far as frameworks share it: the call that runs, and the places that it fills.
 
 See Note [The copy] in `nn.torch.skeleton`.
 """
@@ -19,7 +19,7 @@ NAME = "hpfunc.from_module"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place of a module that holds a parameter or a buffer, and the path of that."""
+    """A place of a module that holds a parameter or a buffer, and the path of the parameter or buffer."""
 
     tensors: dict[str, Any]
     name: str
@@ -28,7 +28,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A unit: its module, the modules in it with their places among all, and their parameters and buffers."""
+    """A unit: its module, the modules in it by their index in the copy, and their parameters and buffers."""
 
     path: str
     module: Any
@@ -39,7 +39,7 @@ class Part:
 
 @contextmanager
 def filled(slots: Sequence[Slot], values: Mapping[str, Any]) -> Iterator[None]:
-    """Puts values into places of a copy for the time of the body."""
+    """Puts values into places of a copy while the body runs."""
     before = [slot.tensors[slot.name] for slot in slots]
     for slot in slots:
         slot.tensors[slot.name] = values[slot.path]
@@ -54,7 +54,7 @@ def filled(slots: Sequence[Slot], values: Mapping[str, Any]) -> Iterator[None]:
 def computing(
     part: Part, weights: Mapping[str, Any], buffers: Mapping[str, Any], modes: Sequence[bool]
 ) -> Iterator[None]:
-    """Makes a unit's module ready for the time of the body: its values, its modes, and its name for errors."""
+    """Sets a unit's values, modes, and its name for errors while the body runs."""
     before = [module.training for _, module in part.modules]
     token = module_unit.set(part.path)
     try:
@@ -97,7 +97,7 @@ def refuse_writes(paths: Sequence[str]) -> UsageError:
 
 
 def misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with tensors that are to take the places of a module's own."""
+    """Returns what is wrong with tensors that are to replace those of a module."""
     missing = [f"{path}: missing" for path in own if given.get(path) is None]
     unexpected = [f"{path}: unexpected" for path in given if path not in own]
     shapes = [
@@ -109,7 +109,7 @@ def misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
 
 
 def owners_of_hooks(parts: Iterable[Any], tables: Iterable[Mapping[Any, Any]]) -> dict[int, Any]:
-    """Returns by identity what a copy of modules must not copy: hooks of the user, or the objects that have them."""
+    """Returns, by identity, the objects that a copy shares: hooks of the user, or the objects that have them."""
     modules = {id(part) for part in parts}
     owners = [getattr(hook, "__self__", hook) for table in tables for hook in table.values() if callable(hook)]
     return {id(owner): owner for owner in owners if id(owner) not in modules}

@@ -1,9 +1,9 @@
 """Optimizers as pairs of pure functions, in optax's protocol.
 
 ``init(params)`` makes a state, ``update(grads, state, params)`` returns updates and a new state, `apply_updates` adds
-them to the weights. All of it works on each rank's own parts; only `global_norm`, `all_finite` and what stands on them
-communicate. An array that a `sharded` step owns (``donate_argnums``) is updated in place, any other is left as it is,
-bit for bit. Gradients are only read.
+them to the weights. All of it works on each rank's own parts; only `global_norm`, `all_finite` and what uses them
+communicate. An array that a `sharded` step owns (``donate_argnums``) is updated in place; any other is not changed.
+Gradients are only read.
 
 Weights, gradients and updates may differ in dtype. `sgd` and `adamw` compute in float32 at least, and keep moments in
 the dtypes of the weights, or in float32 where those have fewer bits; `apply_updates` rounds the sum to the dtype of the

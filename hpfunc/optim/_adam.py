@@ -12,7 +12,8 @@ from ._optimizer import Optimizer, decays_of
 from ._schedules import LearningRate, as_schedule, check_number
 
 Tensor = Any
-# From the places of some leaves, and their gradients, to new tensors in the same dtypes: Adam adds its part to them.
+# A function of the places of some leaves and their gradients. It returns new tensors in the same dtypes, to which Adam
+# adds its part.
 Base = Callable[[Sequence[int], list[Tensor]], list[Tensor]]
 
 
@@ -77,7 +78,7 @@ class _Adam(NamedTuple):
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
-    """Returns the optimizer that divides the mean of the gradients by the root of the mean of their squares.
+    """Returns the optimizer that divides the mean of gradients by the root of the mean of their squares.
 
     Args:
         b1: decay of the mean.
@@ -116,14 +117,14 @@ def adamw(
 ) -> Optimizer:
     """Returns Adam with decoupled weight decay, with the formulas and defaults of ``torch.optim.AdamW``.
 
-    The same as `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate` in a chain, in one pass.
+    In one pass it does the same as a chain of `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate`.
 
     Args:
         learning_rate: a number, or a function of the step.
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
         eps: is added to the root of the mean of squares.
-        weight_decay: each step takes this times the learning rate times the weight from it.
+        weight_decay: each step subtracts ``weight_decay * learning_rate * weight`` from the weight.
         mask: which weights decay: None for all, a tree prefix of bools, or a function from params to one.
 
     Raises:

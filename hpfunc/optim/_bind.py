@@ -23,8 +23,8 @@ class Bound:
     """Weights, and torch parameters in the same memory. Made by `bind`.
 
     Attributes:
-        params: the weights, a pytree of `ShardedArray`. Unlike all other arrays these change, whenever torch writes to
-            the parameters. Frozen ones (see `freeze`) stand among them, and do not change.
+        params: the weights, a pytree of `ShardedArray`. Unlike all other arrays, these change when torch writes to the
+            parameters. Frozen ones (see `freeze`) are among them, and do not change.
         parameters: a `torch.nn.Parameter` for each that is not frozen, in the order of the tree: this rank's part. Give
             them to an optimizer.
         names: the dotted path of each.
@@ -46,14 +46,14 @@ class Bound:
     def set_grads(self, grads: Any) -> None:
         """Makes gradients the ``.grad`` of the parameters, without a copy where the dtypes are equal.
 
-        A torch optimizer may write into a ``.grad``, so the gradients are not to be used afterwards.
+        A torch optimizer may write into a ``.grad``, so do not use the gradients afterwards.
 
         Args:
             grads: a tree like `params`, as `value_and_grad` returns it.
 
         Raises:
-            SpecError: it is another tree, or lies differently, or an array still is a partial sum.
-            LeafError: a leaf is no floating array.
+            SpecError: tree, shapes or specs differ from those of `params`, or an array is still a partial sum.
+            LeafError: a leaf is not a floating array.
 
         Communication: none.
         """
@@ -91,11 +91,11 @@ def bind(params: Any) -> Bound:
     optimizers only (see `from_torch`), and clip by `clip_by_global_norm`: torch's clipping sees this rank's part alone.
 
     Args:
-        params: pytree of `ShardedArray`, all on one mesh. They are consumed, as if donated, but for frozen ones.
+        params: pytree of `ShardedArray`, all on one mesh. All but the frozen ones are consumed, as if donated.
 
     Raises:
-        LeafError: a leaf is no floating `ShardedArray` on the mesh of the first, is a row of one, or stands at two
-            places; or all are frozen.
+        LeafError: a leaf is not a floating `ShardedArray` on the mesh of the first, is a row of one, or occurs twice;
+            or all are frozen.
 
     Communication: none.
 

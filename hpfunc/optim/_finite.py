@@ -1,4 +1,4 @@
-"""Gradients that are not finite: finding them, and skipping a step on all ranks alike."""
+"""Gradients that are not finite: finds them, and skips their step on all ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def all_finite(tree: Any) -> Tensor:
     """Returns whether no element of a tree, on any rank of the mesh, is NaN or infinite. The same on all ranks.
 
     Args:
-        tree: pytree of `ShardedArray` or plain tensors, such as gradients. Plain ones may differ between ranks: those
-            of the arrays' mesh are asked, or of the mesh in use.
+        tree: pytree of `ShardedArray` or plain tensors, such as gradients. Plain ones may differ between ranks: all
+            ranks of the arrays' mesh, or of the mesh in use, take part.
 
     Returns:
         A 0-d bool tensor; True for a tree without leaves.
 
     Raises:
-        LeafError: a leaf is no floating array.
-        SpecError: an array still is a partial sum.
+        LeafError: a leaf is not a floating array.
+        SpecError: an array is still a partial sum.
 
     Communication: one all-reduce of one number, over all axes of the mesh.
 
@@ -62,7 +62,7 @@ def _summed(number: Tensor, mesh: Mesh | None) -> Tensor:
 
 
 def holds(function: str, finite: Any) -> bool:
-    """Returns the value of a bool, or of a 0-d tensor; True where that has none, so that `lower` takes the usual way.
+    """Returns the value of a bool, or of a 0-d tensor; True without a value, so that `lower` takes the usual branch.
 
     On an accelerator the host waits for the value here.
     """
@@ -89,17 +89,17 @@ class ApplyIfFiniteState(NamedTuple):
 
 
 def apply_if_finite(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that skips a step whose gradients have a NaN or an infinity, on all ranks alike.
+    """Returns the optimizer that skips, on all ranks, a step whose gradients have a NaN or an infinity.
 
     A skipped step leaves weights and the state inside as they were, bit for bit, donated or not. Put it around the last
-    optimizer of a chain: what comes after it would change the updates that stand for nothing (minus zero).
+    optimizer of a chain: a later transformation would turn the -0.0 of a skipped update into a real update.
 
     Args:
         optimizer: what to apply. If it communicates (`clip_by_global_norm`), a step that skips it leaves its plan: put
             such a part before this one.
 
     Raises:
-        LeafError: the argument is no `Optimizer`.
+        LeafError: the argument is not an `Optimizer`.
 
     Communication: as `all_finite`. The host waits for the answer.
 

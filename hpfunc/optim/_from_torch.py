@@ -24,10 +24,10 @@ Groups = Sequence[tuple[Where, Mapping[str, Any]]]
 _NAME = "hpfunc.optim.from_torch"
 
 # Note [Element-wise optimizers]
-# An optimizer that computes each element of a weight from that element, its gradient and numbers such as the step does
-# on a part of the weight what it does on the whole. These classes of torch do. Muon (orthogonal matrices), Adafactor
-# (means of rows and columns) and LBFGS (dot products over all weights) do not: on a part they compute something else,
-# without an error. A class that is not named here may be any of these.
+# An optimizer is element-wise if it computes each element of a weight from that element, its gradient and numbers such
+# as the step. It then does on a part of a weight what it does on the whole. These classes of torch are element-wise.
+# Muon (orthogonal matrices), Adafactor (means of rows and columns) and LBFGS (dot products over all weights) are not:
+# on a part they compute something else, without an error. Of a class that is not named here this is not known.
 ELEMENTWISE = frozenset(
     {
         "torch.optim.adadelta.Adadelta",
@@ -43,7 +43,7 @@ ELEMENTWISE = frozenset(
         "torch.optim.sgd.SGD",
     }
 )
-# State that is a number for the whole weight. Of a weight without dims it has the shape of the weight.
+# State that is a number for the whole weight. A weight without dims has the same shape.
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -65,23 +65,23 @@ def from_torch(cls: Any, *, groups: Groups = (), elementwise: bool | None = None
     """Returns a class of `torch.optim` as an `Optimizer`: torch's own step, on this rank's parts.
 
     The first update makes the arrays of the state, so the first two calls of a `sharded` step are recorded, not one.
-    An update in `ShardedStep.lower` stands for itself: it is zero and makes no state. Weights of 16 bits are updated
-    in float32, as are all optimizers here; `apply_updates` rounds once.
+    In `ShardedStep.lower` an update is zero and makes no state. Weights of 16 bits are updated in float32, as in all
+    optimizers here; `apply_updates` rounds once.
 
     Args:
         cls: a subclass of `torch.optim.Optimizer`, such as ``torch.optim.AdamW``.
         groups: pairs ``(where, options)``, such as ``[("*.bias", {"weight_decay": 0.0})]``: weights that `where`
             selects (a pattern, several, or a function, as in `partition`) have these options instead. The first pair
             that selects a weight counts.
-        elementwise: whether a step on parts of the weights gives parts of the step. None knows it of the classes of
-            torch (see below), and takes it as False of others; these are accepted for weights that no axis cuts.
-        **options: of `cls`. One that is a function (``lr=warmup_cosine(...)``) is called with the step; the first is 0.
+        elementwise: whether a step on parts of the weights gives parts of the step. None: known for the classes
+            of torch (see below), False for others, which are accepted for weights that no axis cuts.
+        **options: options of `cls`. A function (``lr=warmup_cosine(...)``) is called with the step; the first is 0.
 
     Element-wise are Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop and SGD. Muon and
     Adafactor are not; LBFGS, which calls the loss itself, is refused.
 
     Raises:
-        LeafError: `cls` is no optimizer class of torch.
+        LeafError: `cls` is not an optimizer class of torch.
         PolicyError: an option is refused by torch, or unknown.
         UsageError: `cls` needs a closure; or `update` is called without params.
         SpecError: a pattern selects no weight, or a weight is cut and `cls` is not element-wise (in `init`).
@@ -158,12 +158,12 @@ class _Stepper:
         return not self.is_known or any(x.get("nesterov") for x in (self.options, *(x for _, x in self.groups)))
 
     def _places(self, weights: Leaves) -> list[list[int]]:
-        """Returns the places of the weights of each group, and at the end of those in none."""
+        """Returns the places of the weights of each group; the last entry has the weights that are in no group."""
         if not self.takes_parts:
             _refuse_cut(self.cls, weights)
         found: list[list[int]] = [[] for _ in range(len(self.groups) + 1)]
         names = dotted_paths(weights.tree, is_sharded) if self.groups else [""] * len(weights.leaves)
-        every = dotted_paths(weights.whole, is_sharded) if self.groups else []  # a pattern may stand for frozen weights
+        every = dotted_paths(weights.whole, is_sharded) if self.groups else []  # a pattern may select frozen weights
         tests = [selector(_NAME, where, every) for where, _ in self.groups]
         for place, (name, leaf) in enumerate(zip(names, weights.leaves, strict=True)):
             chosen = next((i for i, selects in enumerate(tests) if selects(name, leaf)), len(tests))
@@ -216,7 +216,7 @@ def _taken(slots: Mapping[str, Any], weights: Leaves, ops: Foreach) -> list[dict
     """Returns the state of each weight, in memory that may be written to.
 
     Raises:
-        SpecError: it is not the state of such weights.
+        SpecError: the state does not fit the weights.
     """
     leaves, structure = _flat(weights.tree)
     here = [i for i, leaf in enumerate(leaves) if leaf is not None]

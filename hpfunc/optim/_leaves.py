@@ -1,4 +1,4 @@
-"""Trees of weights as lists of local tensors: what every optimizer checks, takes apart and puts together."""
+"""Trees of weights as lists of local tensors: the checks and conversions that every optimizer needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Leaves:
 
     Attributes:
         name: of the tree, for messages.
-        tree: with None in the place of leaves that are left out, and `treedef` its structure.
+        tree: the tree, with None in the place of leaves that are left out; `treedef` is its structure.
         leaves: its leaves.
         whole: the tree as it was given, with frozen leaves.
     """
@@ -60,7 +60,7 @@ class Leaves:
         return unflatten(self.treedef, [leaf.with_local(x) if is_sharded(leaf) else x for leaf, x in pairs])
 
     def restore(self, function: str, locals_: Sequence[Tensor]) -> Any:
-        """Returns the tree with other values, and with the frozen leaves, as they are."""
+        """Returns the tree with other values and with the unchanged frozen leaves."""
         new = iter(flatten(self.wrap(locals_), is_sharded)[0])
         leaves, treedef = flatten(self.whole, is_sharded)
         pairs = zip(leaves, marks_of(function, leaves), strict=True)
@@ -109,7 +109,7 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
     """Returns the leaves of a tree that has the structure, shapes and specs of `other`.
 
     Raises:
-        SpecError: it has not; names every leaf at which they differ.
+        SpecError: it differs. The error names every such leaf.
     """
     leaves = Leaves.of(function, name, tree)
     hint = f"{name} and {other.name} come from the same weights; call init again after these have changed"
@@ -144,7 +144,7 @@ def _refuse_frozen(function: str, leaves: Leaves, other: Leaves) -> None:
 
 
 def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:
-    """Raises SpecError naming every array that still is a partial sum."""
+    """Raises SpecError naming every array that is still a partial sum."""
     partial = [is_sharded(leaf) and bool(leaf.spec.unreduced) for leaf in leaves.leaves]
     if any(partial):
         pairs = zip(leaves.paths(), leaves.leaves, partial, strict=True)
@@ -177,8 +177,8 @@ def needed(function: str, params: Any, why: str) -> Any:
 def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     """Returns tensors with the values of the leaves that may be written to.
 
-    They are copies, but of donated arrays the memory itself, and the arrays are consumed. An array that stands at two
-    places of the tree is copied for each, and so is one whose elements share memory.
+    For a donated array this is its own memory, and the array is consumed; for any other it is a copy. An array that is
+    at two places of the tree is copied for each place, and an array whose elements share memory is copied too.
     """
     values = leaves.locals
     seen = Counter(leaf._owner for leaf in leaves.leaves if is_sharded(leaf))

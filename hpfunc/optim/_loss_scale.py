@@ -1,4 +1,4 @@
-"""Loss scaling, so that gradients of 16 bits with few exponents (float16) neither vanish nor overflow."""
+"""Loss scaling, so that gradients of float16, which has few exponents, neither vanish nor overflow."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class LossScaleState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DynamicLossScale:
-    """A loss scale that falls when gradients overflow, and grows when they have not done so for a while.
+    """A loss scale that falls when gradients overflow, and grows after `period` finite steps.
 
     The names are those of DeepMind's jmp. A step scales its loss, unscales the gradients (before they are clipped),
     skips the update if they are not finite (`apply_if_finite`) and adjusts the scale.
 
     Attributes:
-        period: after so many finite steps in a row the scale grows.
-        factor: by which it grows and falls. With powers of two (here and in `init`) scaling rounds nothing.
-        min_loss_scale: it falls no further.
-        max_loss_scale: it grows no further.
+        period: number of finite steps in a row after which the scale grows.
+        factor: the scale is multiplied or divided by it. With powers of two (also in `init`) scaling rounds nothing.
+        min_loss_scale: lower bound of the scale.
+        max_loss_scale: upper bound of the scale.
 
     Raises:
         PolicyError: a field has a value outside of its range.
@@ -85,10 +85,10 @@ class DynamicLossScale:
     def unscale(self, grads: Any, state: LossScaleState) -> Any:
         """Returns a tree, such as the gradients, divided by the scale, in its dtypes, at least float32.
 
-        float16 would lose what the scale has saved. What is not finite stays so.
+        The result is not float16, in which small gradients would vanish again. What is not finite stays so.
 
         Raises:
-            LeafError: a leaf is no floating array.
+            LeafError: a leaf is not a floating array.
 
         >>> import torch
         >>> scaling = hpfunc.optim.DynamicLossScale()
@@ -109,8 +109,8 @@ class DynamicLossScale:
         Args:
             state: that of this step.
             finite: whether its gradients were finite, a bool or a 0-d tensor, equal on all ranks: from `all_finite`, or
-                `ApplyIfFiniteState.is_finite`. Of a tensor without a value (in `ShardedStep.lower`) it is taken
-                that it is true.
+                `ApplyIfFiniteState.is_finite`. A tensor without a value (in `ShardedStep.lower`) counts as
+                True.
         """
         if not holds(f"{_NAME}.adjust", finite):
             return LossScaleState(max(state.loss_scale / self.factor, self.min_loss_scale), 0)

@@ -19,8 +19,8 @@ Tensor = Any
 def global_norm(tree: Any) -> Tensor:
     """Returns the Euclidean norm of all elements of a tree, the same on all ranks.
 
-    Parts are summed over the axes that cut their array and over no other, so that copies of a part count once. NaN
-    and infinity anywhere reach every rank.
+    Parts are summed over the axes that cut their array and over no other, so that copies of a part count once. A NaN
+    or infinity on any rank reaches all ranks.
 
     Args:
         tree: pytree of `ShardedArray` (or plain tensors, taken to be the same on all ranks).
@@ -29,8 +29,8 @@ def global_norm(tree: Any) -> Tensor:
         A 0-d tensor, float64 if a leaf is, else float32; 0.0 for a tree without leaves.
 
     Raises:
-        LeafError: a leaf is no floating array.
-        SpecError: an array still is a partial sum.
+        LeafError: a leaf is not a floating array.
+        SpecError: an array is still a partial sum.
 
     Communication: one all-reduce of one number for each set of axes that cut arrays of the tree.
 

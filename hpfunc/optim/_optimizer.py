@@ -48,7 +48,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
     Raises:
         SpecError: trees, shapes or specs differ.
-        LeafError: a leaf is no floating array.
+        LeafError: a leaf is not a floating array.
 
     Communication: none.
 
@@ -71,7 +71,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """Returns the optimizer that gives the updates of each one to the next. Its state is a tuple of theirs.
 
     Raises:
-        LeafError: an argument is no `Optimizer`.
+        LeafError: an argument is not an `Optimizer`.
 
     >>> clipped = hpfunc.optim.chain(hpfunc.optim.clip_by_global_norm(1.0), hpfunc.optim.sgd(0.1))
     >>> clipped.init({})
@@ -180,7 +180,7 @@ def decays_of(function: str, weight_decay: float, mask: Any, weights: Leaves) ->
     """Returns the weight decay of each leaf.
 
     Raises:
-        SpecError: the mask is no tree prefix of the weights.
+        SpecError: the mask is not a tree prefix of the weights.
     """
     if mask is None:
         return [float(weight_decay)] * len(weights.leaves)

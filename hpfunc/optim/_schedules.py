@@ -12,15 +12,15 @@ LearningRate = float | Callable[[int], float]
 
 # Note [Steps are Python integers]
 # The state counts steps with a Python int, not with a tensor. Learning rate and bias corrections are then computed in
-# float64 on the host, as torch.optim does it, without a read from the device. Under `lower`, where tensors have no
-# values, they still have theirs. An int leaf is no part of the identity of a step: counting on makes no new plan.
+# float64 on the host, as torch.optim does it, without a read from the device. They have a value even under `lower`,
+# where tensors have none. The signature of a step leaves the values of int leaves out: another count needs no new plan.
 
 
 def check_number(function: str, name: str, value: Any, low: float = 0.0, below: float = math.inf) -> float:
     """Returns `value`.
 
     Raises:
-        PolicyError: it is no number with ``low <= value < below``.
+        PolicyError: it is not a number with ``low <= value < below``.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
         bounds = f">= {low:g}" if below == math.inf else f">= {low:g} and < {below:g}"
@@ -49,7 +49,7 @@ def constant(value: float) -> Callable[[int], float]:
 
 
 def linear(start: float, end: float, num_steps: int) -> Callable[[int], float]:
-    """Returns the schedule that goes from `start` to `end` in `num_steps` steps on a line, and stays there.
+    """Returns the schedule that goes linearly from `start` to `end` in `num_steps` steps, and stays there.
 
     Raises:
         PolicyError: `num_steps` is not positive.
@@ -64,7 +64,7 @@ def linear(start: float, end: float, num_steps: int) -> Callable[[int], float]:
 def warmup_cosine(
     peak: float, warmup_steps: int, num_steps: int, *, start: float = 0.0, end: float = 0.0
 ) -> Callable[[int], float]:
-    """Returns the schedule that rises from `start` to `peak` on a line, then falls to `end` on half a cosine.
+    """Returns the schedule that rises linearly from `start` to `peak`, then falls to `end` on half a cosine.
 
     Args:
         peak: the highest value, at step `warmup_steps`.

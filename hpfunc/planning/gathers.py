@@ -42,7 +42,7 @@ class Gathers:
             self._take_made(index)
         if not self._windows.is_in_place(index) and index not in self._wholes:
             self._launch(index)
-        self._launch_ahead(event)  # what has become near since the event before, and what has come to exist
+        self._launch_ahead(event)  # units near only now, and those whose arrays the step has just made
         self._finish(index)
         wholes = self._wholes.get(index, {})
         return [wholes[w] if w in wholes else self._draft.shard(w) for w in self._program.units[index].weights]

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from .schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
 
 # Note [Leaving a plan]
-# Nothing may be lost, and nothing be finished that is not complete. What was gathered is dropped. A reduce-scatter or
-# all-reduce that has begun is awaited, with all that belongs to it. Whether a whole or a scattered gradient is complete
-# depends on where the plan is left: in a backward it is, if the plan says so, as each use had its forward by the plan;
-# before a forward that the plan still expects, that may become another one, which adds to any gradient. So there
-# nothing more is launched, scaled or delivered. What remains is handed to the session: whole gradients, and scattered
-# ones (`checking.symbolic_run.scattered`).
+# Gathered weights are dropped, and no more are gathered. For a reduction there are three cases:
+# - Started: its collective is awaited, and the ops run that take its result.
+# - Not started: its ops run if the gradient is complete. In a backward it is complete if the plan says so, as each use
+#   had its forward by the plan. Before a forward that the plan still expects it is not, because another forward may
+#   take place there and add to any gradient: nothing is launched, scaled or delivered. The session gets whole and
+#   scattered gradients (`checking.symbolic_run.scattered`), and the next driver reduces them.
+# - Delivered: the session has the gradient already; nothing is left to do.
 
 
 def touched(op: Op) -> tuple[Region, ...]:

@@ -32,7 +32,7 @@ class Policy:
             where it would be exceeded, a unit is gathered later than `prefetch` says.
         release_overrides: `release` of single units: pairs (pattern, release), or a mapping. A pattern is a glob for
             the name of a unit (``"head.*"``) or for the path of one of its weights (``"layers.0.*"``, with or without
-            the name of the argument); of several the first that fits counts.
+            the name of the argument); the first matching pattern wins.
         reduce_bucket_bytes: units that follow each other backward share a reduce buffer, and so one all-reduce, until
             it holds this many bytes. 0 gives each unit its own, ``math.inf`` all units one.
 

@@ -229,7 +229,7 @@ class Reductions:
                 self._draft.free(region)
 
     def _fill(self, group: _Group, event: int, key: Key, weights: list[int]) -> Iterator[_Message]:
-        """Fills what no collective fills of an event's part of a reduce buffer; yields the messages that do."""
+        """Copies local parts into the reduce buffer; yields the messages whose collectives write the rest of it."""
         alone = Share((event,), (buckets_of(self._program, weights, self._draft.policy),))
         share = self._shares.get((event, key), alone)
         if share.events[0] == event:
@@ -321,7 +321,7 @@ class Reductions:
         return self._draft.buffer("output", self._draft.weight(index), w.block_numel, w.accum_dtype, "compute", index)
 
     def _all_reduce(self, bundles: list[Bundle]) -> None:
-        """Launches the all-reduce of each bundle that has replicas, after the rest of the previous one's."""
+        """Launches the all-reduce of each bundle that has replicas, after all ops of the previous bundle."""
         self._collect()
         for bundle in bundles:
             if bundle.first.num_replicas == 1:

@@ -18,9 +18,10 @@ from .schedule import itemsize
 # event i - 1 ends are gathered right after it, and are under way while event i still waits for its own. After event i,
 # its unit is released unless it is near event i + 1. So every unit that is whole or in flight is near the current
 # event, hence there are at most `depth + 1` of them: the units near i + 1 include all units near i but that of i, as
-# taking the first use off a list moves no other first use back. What is released is always what is used again last, or
-# never: no choice of the same size gathers less. At the turn from forward to backward the last `depth + 1` units
-# stay whole. Where the unit of event i needs no gather, one unit less is gathered ahead: the depth counts the same.
+# removing one use never brings another unit's next use closer. The unit that is released is the one whose next use is
+# farthest away, or that has none (Belady's rule): no choice of the same size gathers less. At the turn from forward to
+# backward the last `depth + 1` units stay whole. Where the unit of event i needs no gather, one unit less is gathered
+# ahead: the depth counts the same.
 #
 # A bound in bytes ends the list of near units early, never before the first, and keeps that inclusion. Where the depth
 # gets smaller at the turn, units that were gathered by the larger one stay until they are used.

@@ -49,7 +49,7 @@ def unknown(rank: int, wanted: list[tuple[str, str, int, list[str]]]) -> list[st
     return bad
 
 
-@pytest.mark.parametrize("path", ["backends/_mindspore_ascend.py", "optim/_mindspore.py"])
+@pytest.mark.parametrize("path", ["backends/mindspore/ascend.py", "backends/mindspore/foreach.py"])
 def test_every_name_exists(pool: Callable[..., Pool], path: str) -> None:
     wanted = calls(ROOT / path)
     assert len({name for _, name, *_ in wanted}) > 8

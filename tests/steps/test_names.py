@@ -266,14 +266,14 @@ def test_a_hasty_mesh_does_not_end_the_step_of_a_patient_one(pool: Callable[...,
 
 # --- no other keys --------------------------------------------------------------------------------------------------
 HELD = {  # where an id is taken: what holds the object for as long as the id is kept
-    "backends/_arguments.py": "the value of the entry",
-    "backends/_mindspore_ascend.py": "the table itself, which drops an entry with its object",
-    "backends/_torch_init.py": "the list of recorded calls, an argument of the function",
+    "backends/mindspore/ascend.py": "the table itself, which drops an entry with its object",
+    "backends/torch/abstract.py": "the list of recorded calls, an argument of the function",
+    "backends/torch/arguments.py": "the value of the entry",
     "nn/_choose.py": "the module, an argument of the function",
-    "nn/_mindspore_skeleton.py": "the list of cells, which the skeleton holds",
     "nn/_slots.py": "the value of the entry",
-    "nn/_torch_module.py": "a memo of deepcopy, whose entries are the objects themselves",
-    "nn/_torch_skeleton.py": "a memo of deepcopy for an argument of the function; the skeleton, of its modules",
+    "nn/mindspore/skeleton.py": "the list of cells, which the skeleton holds",
+    "nn/torch/module.py": "a memo of deepcopy, whose entries are the objects themselves",
+    "nn/torch/skeleton.py": "a memo of deepcopy for an argument of the function; the skeleton, of its modules",
 }
 
 

@@ -1,7 +1,7 @@
 """MindSpore on Ascend: HCCL by `mindspore.mint.distributed`, streams and events by `mindspore.runtime`.
 
-It needs an Ascend and has not run on the machines that test this project. What those check is that every name it calls
-exists in MindSpore 2.10 with these arguments, and which stream each op goes to. There the runtime's tensors are
+It needs an Ascend and has not run on the machines that test this project. Tests check that every name it calls exists
+in MindSpore 2.10 with these arguments, and which stream each op goes to. There the runtime's tensors are
 MindSpore's own: in-place operators write, and slices, `reshape`, `view` and `permute` are views.
 
 # Note [Send buffers]
@@ -46,7 +46,7 @@ class _Point:
         self.label, self.event = label, event
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has come to this point; the host waits for it, so this serves pictures only."""
+        """Calls back once the device has reached this point. The host waits for it, so it is used for pictures only."""
         self.event.synchronize()
         callback()
 
@@ -93,7 +93,7 @@ class MindSporeAscend(MindSporeDifferentiation):
     """See `Backend`.
 
     Attributes:
-        packed_sends_from: where a message of several weights is sent from: this rank's slice of the output, or the
+        packed_sends_from: the source of a message of several weights: this rank's slice of the output, or the
             message itself. See Note [Send buffers].
     """
 
@@ -105,7 +105,7 @@ class MindSporeAscend(MindSporeDifferentiation):
         self.foreach = DeviceForeach()
         self.host_bytes = MindSporeHostBytes()
         self.interop = MindSporeInterop(self)
-        self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order, nothing must be drained
+        self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order
         self._groups: dict[tuple[object, ...], str] = {}
         self._streams = _Streams()
         self._store: Any = None
@@ -195,7 +195,7 @@ class MindSporeAscend(MindSporeDifferentiation):
         return tensor.contiguous()
 
     def adopt(self, gradient: Tensor) -> None:
-        return None  # MindSpore does not tell who else has it
+        return None  # MindSpore does not tell who else holds it
 
     def digest(self, tensor: Tensor) -> int:
         return int.from_bytes(hashlib.blake2b(tensor.asnumpy().tobytes(), digest_size=7).digest(), "big")
@@ -250,7 +250,7 @@ class MindSporeAscend(MindSporeDifferentiation):
         return handles
 
     def _send_buffer(self, group: str, send: Tensor, receive: Tensor) -> Tensor:
-        """Returns where to send from: the one place that decides it. See Note [Send buffers]."""
+        """Returns the send buffer. No other code decides it. See Note [Send buffers]."""
         if self.packed_sends_from == "message" or id(send) not in self._messages:
             return send
         place = distributed.get_process_group_ranks(group).index(distributed.get_rank())

@@ -5,11 +5,11 @@ Anchor, gates and tokens are those of torch (see Note [Anchor and tokens] in `to
 # Note [One call]
 MindSpore differentiates functions, and has no ``backward()``. So forward and backward are one call of
 ``mindspore.value_and_grad``, with the anchor as the only argument; the gate's tokens are outputs beside the loss. Their
-gradients there are ones, but no backward reads the gradient of a token: they only make the engine come by.
+gradients there are ones, but no backward reads the gradient of a token: they only make the engine visit nodes.
 
 # Note [Frozen weights]
-A node's outputs that are marked as not differentiable shift the places of the others in MindSpore 2.10 ("index should
-less than metadata size"). So only trainable weights are outputs of the node; the frozen ones bypass it.
+In MindSpore 2.10, outputs of a node that are marked as not differentiable shift the indices of the others ("index
+should less than metadata size"). So only trainable weights are outputs of the node; the frozen ones bypass it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Gate(_Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         call, ctx.call = ctx.call, None
         call.tape.guard(call.use.before_backward)
-        return None, _token(), *gradients[:-1]  # a token without a gradient would end the way to the weights' node
+        return None, _token(), *gradients[:-1]  # else the engine would not reach the weights' node
 
 
 class _Leaf(_Function):
@@ -118,7 +118,7 @@ class _Maps:
 def linear(
     bridge: Bridge, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor] | None, x: Tensor
 ) -> Tensor:
-    """Returns ``forward(x)`` with this transpose; None is a map that may not be differentiated."""
+    """Returns ``forward(x)`` with this transpose. If it is None, the map may not be differentiated."""
     if not is_transformed([x]):
         return bridge.give(forward(bridge.hold(x)))
     if transpose is None:
@@ -145,11 +145,11 @@ class MindSporeTape:
 
     @property
     def num_uses(self) -> int:
-        """How many units with a backward were called so far."""
+        """Number of units with a backward that were called so far."""
         return len(self._tokens)
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases everything that the tape holds."""
         for held in (self._tokens, self.leaves, self.gradients):
             held.clear()
         self._anchor = self._error = None
@@ -165,7 +165,7 @@ class MindSporeTape:
 
     @staticmethod
     def refuse_reentrant() -> None:
-        # Its forward runs without gradients, and its backward never comes to a unit's node: only the stack tells.
+        # Its forward runs without gradients, and its backward never reaches a unit's node: only the stack tells.
         if is_called_by("_RecomputeCell."):
             raise _no_recomputation("a unit is called by mindspore.recompute")
 
@@ -178,7 +178,7 @@ class MindSporeTape:
             raise
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
+        """Calls ``fn(whole weights, ...)``, whose backward reports to `use`."""
         if executor.is_saved_tensor_hook_active():
             rule = "a unit is called where mindspore.recompute, or another pair of saved-tensor hooks, is at work"
             raise _no_recomputation(rule)
@@ -207,7 +207,7 @@ class MindSporeTape:
         return optree.tree_unflatten(treedef, leaves)
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Is not done on MindSpore: its recomputation begins in the middle of a unit's backward."""
+        """Not supported on MindSpore, whose recomputation begins in the middle of a unit's backward."""
         raise _no_recomputation("a unit is called again during backward, by mindspore.recompute")
 
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:

@@ -1,7 +1,7 @@
 """MindSpore: on CPU with gloo as transport, on Ascend with HCCL.
 
-Which of the two a process uses is MindSpore's own choice of a device, ``mindspore.get_context("device_target")``, when
-the backend is first used.
+The device that MindSpore has chosen when the backend is first used, ``mindspore.get_context("device_target")``, decides
+between the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _backend() -> Backend:
 
         return cast(Backend, MindSporeAscend())
     try:
-        import torch  # noqa: F401 - the question is whether there is one
+        import torch  # noqa: F401 - checks that it is installed
     except ImportError as error:
         raise ImportError("on a CPU its transport is torch.distributed, and there is no torch") from error
     from .cpu import MindSporeHost

@@ -1,4 +1,4 @@
-"""What MindSpore's backends have in common: all of `Differentiation`, and whose tensors are the caller's."""
+"""Common code of MindSpore's backends: all of `Differentiation`, and the type of the caller's tensors."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
 """MindSpore on CPU: the caller's tensors are MindSpore's, the runtime's own are torch's, and both see the same memory.
 
 MindSpore's operators on a CPU cannot write into a tensor, and its CPU collectives have no reduce-scatter, never overlap
-and write nothing into views. So the runtime holds its buffers as torch tensors, moves them with gloo, and everything
-that the torch backend does to host memory is done here by the same code. A buffer reaches the caller (`give`) and a
-tensor of the caller's reaches the runtime (`detach`) without a copy, through numpy.
+and cannot write into views. So the runtime's buffers are torch tensors, gloo moves them, and all work on host memory is
+done by the code of the torch backend. Buffers go to the caller (`give`), and the caller's tensors go to the runtime
+(`detach`), through numpy and without a copy.
 
 # Note [Queued operators]
-MindSpore dispatches operators to a queue. The runtime may read what one of them computes, or write into what one of
-them reads, only once the queue is drained. ``asnumpy()`` drains it, so whatever comes through `detach` is complete; the
-tape drains it before whole weights are released, and `fill` before it poisons a freed buffer. Dropping a buffer that
-queued operators read is safe: they hold it.
+MindSpore dispatches operators to a queue. The runtime may read the result of an operator, or write into its inputs,
+only after the queue is drained. ``asnumpy()`` drains it, so a tensor from `detach` is complete. The tape drains it
+before whole weights are released, and `fill` before it poisons a freed buffer. Dropping a buffer that queued operators
+read is safe: they hold it.
 
 # Note [Threads that poll]
-MindSpore 2.10 has threads that poll without a pause. On cores that ranks share they take the time of who computes:
+MindSpore 2.10 has threads that poll without a pause. If ranks share cores, they take time from the computation:
 
-- Each of its queues has one, for as long as the process lives, and who drains a queue polls it too. With
-  ``MS_DEV_HOST_BLOCKING_RUN=1`` the caller runs each operator itself, and none of them begins. It is read at the first
-  operator.
+- Each of its queues has one as long as the process lives, and a thread that drains a queue polls it, too. With
+  ``MS_DEV_HOST_BLOCKING_RUN=1`` the caller runs each operator itself, and these threads do not start. The variable is
+  read at the first operator.
 - An operator has the threads of a pool: as many as torch has, where ``OMP_NUM_THREADS`` says how many.
 - At least two of the pool remain. One of them polls 300,000 times after each operator, until a graph has run: the end
   of a graph sets that to 1.
 
-None of it changes a result. What a program has set itself, ``MS_DEV_HOST_BLOCKING_RUN=0`` or
+None of this changes a result. A setting of the program, ``MS_DEV_HOST_BLOCKING_RUN=0`` or
 `mindspore.device_context.cpu.op_tuning.threads_num`, stays.
 """
 
@@ -55,7 +55,7 @@ Tensor = Any
 
 
 def hold(tensor: Tensor) -> torch.Tensor:
-    """Returns a MindSpore tensor as the runtime holds it, once it is computed. A strided one is copied."""
+    """Returns a MindSpore tensor as a tensor of the runtime, once it is computed. A strided one is copied."""
     if isinstance(tensor, torch.Tensor):
         return tensor
     array = tensor.asnumpy()
@@ -65,7 +65,7 @@ def hold(tensor: Tensor) -> torch.Tensor:
 
 
 def give(tensor: Tensor) -> mindspore.Tensor:
-    """Returns a tensor of the runtime as a MindSpore one. A strided one is copied: MindSpore takes no others."""
+    """Returns a tensor of the runtime as a MindSpore tensor. A strided one, which MindSpore cannot take, is copied."""
     if isinstance(tensor, mindspore.Tensor):
         return tensor
     tensor = tensor.contiguous()
@@ -82,7 +82,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
     def __init__(self) -> None:
         super().__init__()
         with suppress(RuntimeError):  # too late: an operator has run, and it was on the CPU
-            mindspore.set_device("CPU")  # the first operator would choose another one
+            mindspore.set_device("CPU")  # the first operator would choose another device
         _stop_polling()
         self.bridge = Bridge(hold, self.give, executor.sync)
         self.foreach = HostForeach(self, TorchBackend.foreach)
@@ -123,7 +123,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
         return super().contiguous(hold(tensor))
 
     def adopt(self, gradient: Tensor) -> None:
-        return None  # MindSpore does not tell who else has it
+        return None  # MindSpore does not tell who else holds it
 
     def digest(self, tensor: Tensor) -> int:
         return super().digest(hold(tensor))
@@ -151,7 +151,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
 
 
 def _stop_polling() -> None:
-    """Leaves the cores to those that compute. See Note [Threads that poll]."""
+    """Stops threads that poll. See Note [Threads that poll]."""
     os.environ.setdefault("MS_DEV_HOST_BLOCKING_RUN", "1")
     if "OMP_NUM_THREADS" in os.environ:
         with suppress(RuntimeError):  # the program has set it
@@ -166,8 +166,8 @@ def _graph(x: Tensor) -> Tensor:
 
 def _meet_as_msrun(timeout_s: float) -> None:
     """Starts the gloo world of processes that `msrun` has started."""
-    # msrun runs the program once more, as a scheduler for MindSpore's own collectives. Nobody needs that one here: it
-    # ends, and the port that it was to serve is that of the rendezvous.
+    # msrun runs the program once more, as a scheduler for MindSpore's own collectives. It is not needed here: it ends,
+    # and the rendezvous uses its port.
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         raise SystemExit(0)
     rank, size = int(os.environ["RANK_ID"]), int(os.environ["MS_WORKER_NUM"])

@@ -28,7 +28,7 @@ class HostForeach:
         return [self._backend.detach(x) for x in xs]
 
     def _written(self, xs: Tensors) -> list[Any]:
-        # What is written to was made here, or is a shard: contiguous, so that torch sees its memory and no copy.
+        # Tensors to write into were made here or are shards: contiguous, so torch sees their memory, not a copy.
         assert all(x.is_contiguous() for x in xs)
         return self._held(xs)
 

@@ -1,9 +1,9 @@
 """Calls of units on MindSpore: what autograd keeps of them, and what they may not do with whole weights.
 
 # Note [Views of weights]
-`linear` and its kin save the weight itself, which the pack hook knows by its address. A view of a weight (``w.T``, a
-reshape) is saved as a copy, which it cannot know: the copy stays alive until backward. The first calls of a unit look
-for saved tensors with the values of a weight, and warn.
+`linear` and similar operators save the weight itself, which the pack hook recognises by its address. A view of a weight
+(``w.T``, a reshape) is saved as a copy, which it cannot recognise: the copy stays alive until backward. The first calls
+of a unit look for saved tensors with the values of a weight, and warn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNIT = "hpfunc.unit"
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What a device adds: how its runtime's tensors become the caller's and back, and how its queue is drained."""
+    """Functions that differ between devices: conversions of tensors between runtime and caller, and `drain`."""
 
     hold: Callable[[Tensor], Tensor]
     give: Callable[[Tensor], Tensor]
@@ -48,7 +48,7 @@ def is_tensor(value: Any) -> bool:
 
 @contextmanager
 def explaining(names: Sequence[str]) -> Iterator[None]:
-    """Says what an operator that does not exist for a dtype means: MindSpore's own text lists what does."""
+    """Explains the error of an operator that lacks a dtype: MindSpore's own text lists the dtypes that it has."""
     try:
         yield
     except TypeError as error:
@@ -99,7 +99,7 @@ class UnitCall:
         return [next(left) if trains else w for w, trains in zip(self.wholes, self.use.trainable, strict=True)]
 
     def wholes_again(self) -> list[Tensor]:
-        """Returns the whole weights of the moment, for a computation that saves what the first one saved."""
+        """Returns the current whole weights, for a computation that saves the same tensors as the first one."""
         wholes = [self.tape.bridge.give(self.use.whole(i)) for i in range(len(self.use.names))]
         for whole, trains in zip(wholes, self.use.trainable, strict=True):
             if trains:
@@ -107,11 +107,11 @@ class UnitCall:
         return wholes
 
     def forget(self) -> None:
-        """Lets go of the whole weights: the nodes need them no more."""
+        """Releases the whole weights, which the nodes do not need any more."""
         self.wholes = []
 
     def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Hands the gradients to the run, complete."""
+        """Passes the gradients to the run, once they are computed."""
         left, hold = iter(gradients), self.tape.bridge.hold
         found = [next(left) if trains else None for trains in self.use.trainable]
         self.use.after_backward([None if gradient is None else hold(gradient) for gradient in found])
@@ -174,8 +174,8 @@ class _Watch:
 class _Repeats:
     """Compares the outputs of the first call of a unit with those of its recomputation.
 
-    MindSpore's random operators on a CPU (2.10) take no part in the random state that a recomputation restores. It has
-    another dropout mask, so the gradient would silently be that of another function.
+    In MindSpore 2.10 a recomputation does not restore the state of random operators on a CPU. It has another dropout
+    mask, so the gradient would silently be that of another function.
     """
 
     seen: ClassVar[set[object]] = set()
@@ -193,7 +193,7 @@ class _Repeats:
             self._outputs = _hashes(outputs)
 
     def compare(self, outputs: Any) -> None:
-        """Raises UsageError if these are others."""
+        """Raises UsageError if these outputs differ."""
         if self._outputs is not None and self._outputs != _hashes(outputs):
             rule = "a unit with remat=True computes something else when it is computed again"
             hint = (
@@ -212,10 +212,10 @@ def _same_values(whole: Tensor, tensor: Tensor) -> bool:
 
 
 def forgetting(fn: Callable[..., Any], call: UnitCall, weights: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-    """The same, and nothing but the arguments is kept: the rest is computed again in backward.
+    """The same, but only the arguments are kept. The rest is computed again in backward.
 
-    MindSpore's own recomputation does it, which restores the random state. It goes to the end of the function, as 2.10
-    fails where it stops in a primitive, such as `ops.dropout` ("Stack input_args_info_stack_ is empty").
+    MindSpore's own recomputation does this and restores the random state. It runs to the end of the function, because
+    2.10 fails if it stops in a primitive, such as `ops.dropout` ("Stack input_args_info_stack_ is empty").
     """
     first, repeats = [weights], _Repeats(call)
     leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))

@@ -66,12 +66,12 @@ def set_random_state(device: str, place: int, state: bytes) -> None:
 
 
 # Note [Random numbers of init]
-# While `init_fn` is recorded no numbers are drawn for its tensors, so a state that it reads or restores (`fork_rng`)
-# then is not the one that it means. Instead each recorded draw takes one number, so that a state stands for a place in
-# the sequence of draws. At replay a state that was set is looked up: if it stands for a place, the generator gets the
+# While `init_fn` is recorded no numbers are drawn for its tensors, so a generator state that it reads or restores
+# (`fork_rng`) is not the real one. Instead each recorded draw takes one number, so that a state identifies a place in
+# the sequence of draws. At replay a state that was set is looked up: if it identifies a place, the generator gets the
 # state that the replay had there; any other state is a seed.
 class _Recorder(TorchDispatchMode):
-    """Writes down every operator that runs, with abstract tensors, and every state that a generator is set to."""
+    """Records every operator that runs, with abstract tensors, and every state that a generator is set to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
             self._note(self._set, (generator, state), {}, None)
 
     def end(self) -> None:
-        """Writes down what was set after the last draw."""
+        """Records a generator state that was set after the last draw."""
         for generator in list(self._place):
             self._look(generator)
 

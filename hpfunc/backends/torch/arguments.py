@@ -1,7 +1,7 @@
 """Arguments that a unit changes, such as a cache that it fills: a second run would change them once more.
 
-What belongs to an argument is followed through lists, tuples, dicts, sets and attributes of objects. Functions, modules
-and classes are left alone. A tensor has changed if it was written to, all else if it holds other things.
+The contents of an argument are found through lists, tuples, dicts, sets and attributes of objects, but not through
+functions, modules and classes. A tensor has changed if it was written to, any other object if it holds other objects.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from ..._errors import UsageError, message
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
-Version = Callable[[Any], Any]  # of a leaf: what changes when it is written to; None for what is no leaf
+Version = Callable[[Any], Any]  # a value that changes when a leaf is written to; None for an object that is not a leaf
 
 
 class Arguments:
-    """The arguments of a call as they are now, each with all that belongs to it."""
+    """The arguments of a call as they are now, each with its contents."""
 
     __slots__ = ("_held", "_version")
 
@@ -29,14 +29,14 @@ class Arguments:
         self._held = [(name, x, [(part, self._state(part)) for part in self._parts(x)]) for name, x in named]
 
     def _parts(self, root: Any) -> Iterator[Any]:
-        """Yields an argument, and each thing in it once."""
+        """Yields an argument, and each object in it once."""
         seen: dict[int, Any] = {}
         left = [root]
         while left:
             x = left.pop()
             if isinstance(x, _PLAIN) or id(x) in seen:
                 continue
-            seen[id(x)] = x  # held, so that no other thing takes its address
+            seen[id(x)] = x  # held, so that no other object takes its address
             yield x
             if self._version(x) is None:
                 left.extend(_contents(x).values())
@@ -46,7 +46,7 @@ class Arguments:
         return _contents(part) if version is None else version
 
     def changed(self) -> list[tuple[str, Any, list[Any]]]:
-        """Returns which arguments have changed: name, argument, and the things in it that did."""
+        """Returns the arguments that have changed: name, argument, and the changed objects in it."""
         found = [
             (name, x, [part for part, state in parts if not _same(state, self._state(part))])
             for name, x, parts in self._held
@@ -54,7 +54,7 @@ class Arguments:
         return [(name, x, parts) for name, x, parts in found if parts]
 
     def holding(self, things: list[Any]) -> list[str]:
-        """Returns the arguments that hold one of these things, each with its type."""
+        """Returns the arguments that hold one of these objects, each with its type."""
         return [_spell(name, x) for name, x, parts in self._held if any(p is t for p, _ in parts for t in things)]
 
 
@@ -78,7 +78,7 @@ def refuse_changes(label: str, arguments: Arguments) -> None:
 
 
 def _contents(x: Any) -> dict[Any, Any]:
-    """Returns what a container or an object holds, by key."""
+    """Returns the contents of a container or an object, by key."""
     if isinstance(x, Mapping):
         return {("item", key): value for key, value in x.items()} | _attributes(x)
     if isinstance(x, list | tuple | deque):

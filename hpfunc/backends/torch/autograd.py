@@ -1,33 +1,32 @@
 """All of torch's autograd that hpfunc relies on: VJP nodes, saved-tensor hooks, gates, and the leaf form.
 
 # Note [Anchor and tokens]
-Shards are no differentiable leaves: autograd would add up, cast and read gradients before their collectives are done.
-The one leaf is a dummy *anchor*. The whole weights of a unit use are outputs of a node whose backward hands the
+Shards are not differentiable leaves: autograd would add, cast and read gradients before their collectives are done.
+The only leaf is a dummy *anchor*. The whole weights of a unit use are outputs of a node whose backward hands the
 gradients to the run and returns nothing. The unit's outputs pass a *gate* whose backward runs first of all in the unit.
 Both nodes also exchange a *token*, and every gate's token is a root of the backward: so the engine visits both nodes of
 every use, in reverse call order, on every rank, whether or not the use reached the loss. Nodes run by sequence number,
-highest
-first: the weights' node is older than all of the unit's operations and younger than everything before the unit, so that
-it runs just between them, also where a unit has no trainable weight.
+highest first. The weights' node is older than all operations of the unit and younger than everything before the unit,
+so it runs between the two, even if a unit has no trainable weight.
 
 # Note [Recomputation comes first]
-Activation checkpointing recomputes everything inside it when the first tensor that it did not save is asked for. Left
-alone that is in the middle of a unit's backward, and other units would be called within it. So the weights' node saves
-its anchor, first of all in the unit, and the gate asks for it before the unit's backward begins: whatever recomputes
-the unit does so there. Calls and backwards of units then follow one another, and can be planned.
+Activation checkpointing recomputes its region when a tensor of it that was not saved is first needed. By default that
+is in the middle of a unit's backward, and other units would be called within it. So the weights' node saves its anchor
+before anything else in the unit, and the gate reads it before the unit's backward begins: a recomputation of the unit
+happens there. Calls and backwards of units then follow one another, and can be planned.
 
 # Note [Weights that outlive their unit]
-A checkpoint inside of a unit keeps what its function closes over, and what is no tensor among its arguments, say a dict
-of weights: no hook sees that. These very tensors are what it will compute with again. So a tensor that somebody still
-holds when the unit has returned is emptied, and gets the whole weight of the moment while the unit's backward is open.
+A checkpoint inside of a unit keeps the objects that its function closes over, and arguments that are not tensors, such
+as a dict of weights: no hook sees these. It will compute with the same tensor objects again. So a tensor that is still
+referenced when the unit has returned is emptied, and gets the current whole weight during the unit's backward.
 
 # Note [Differentiation inside of the loss]
 A loss may call `torch.autograd.grad` itself: for forces, for a gradient penalty, for an adversarial example. Its engine
-visits gates and the operations of units, and no weights' node, unless weights are differentiated too, which is refused.
-The unit's weights are gathered once more for it, like those of a call without backward, and copied: the copies are the
-caller's memory, and last until that engine ends, or for as long as a graph of second order keeps them. What torch saves
-knows its place in the graph, so the second order reaches the weights' node by itself. A graph that the inner engine
-frees has no other backward: its token is no root any more, and the use expects nothing.
+visits gates and the operations of units, but not a weights' node, unless weights are differentiated too, which is
+refused. The unit's weights are gathered once more for it, like those of a call without backward, and copied. The copies
+are the caller's memory, and live until that engine ends, or as long as a graph of second order keeps them. Tensors that
+torch saves keep their place in the graph, so the second order reaches the weights' node by itself. A graph that the
+inner engine frees has no further backward: its token is not a root any more, and its use expects no backward.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from .modes import differentiating, ordinary
 from .saved_tensors import Saving, Wholes, during, enclosing_hooks, storage_of
 
 Tensor = torch.Tensor
-_graph_task = torch._C._current_graph_task_id  # of the engine that runs on this thread, -1 if none does
+_graph_task = torch._C._current_graph_task_id  # of the engine that runs on this thread, -1 if there is none
 
 
 class _Wholes(torch.autograd.Function):
@@ -145,33 +144,33 @@ class _Outliving:
         self.refs: list[tuple[int, weakref.ref[Tensor]]] = []
 
     def give(self, use: UnitUse, weights: Sequence[Tensor]) -> None:
-        """Notes the released weights, which are about to be given to the unit."""
+        """Records the released weights, which the unit is about to get."""
         self.refs = [(i, weakref.ref(w)) for i, w in enumerate(weights) if use.released[i]]
 
     def empty(self) -> None:
-        """Takes the memory away from those that are still held."""
+        """Empties the weights that are still referenced."""
         self.refs = [(i, ref) for i, ref in self.refs if ref() is not None]
         for _, ref in self.refs:
             if (weight := ref()) is not None:
                 weight.data = weight.data.new_empty(0)
 
     def fill(self, held: Wholes) -> None:
-        """Gives them the whole weights of the moment."""
+        """Gives them the memory of the current whole weights."""
         for i, ref in self.refs:
             if (weight := ref()) is not None:
                 weight.data = held[i]
 
 
 def _mark(hook: Any) -> object:
-    """Returns what stands for a hook, equal to what stands for the same one only, and does not keep it alive."""
+    """Returns a key for a hook, equal only to keys for the same hook. It does not keep the hook alive."""
     try:
         return weakref.ref(hook)
-    except TypeError:  # an object of the caller's that cannot be referred to weakly
+    except TypeError:  # an object of the caller that does not support weak references
         return hook
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Returns the tensors in a tree; most often it is one."""
+    """Returns the tensors in a tree. Most often the tree is a tensor."""
     return [tree] if type(tree) is Tensor else [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
@@ -198,7 +197,7 @@ def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[
 def _recording(
     fn: Callable[..., Any], held: Wholes, wholes: Sequence[Tensor], weights: Sequence[Tensor], args: Any, kwargs: Any
 ) -> Any:
-    """Calls ``fn(weights, ...)``, which autograd records without keeping the whole weights; refuses what may not be."""
+    """Calls ``fn(weights, ...)``, which autograd records without keeping whole weights; refuses escapes and writes."""
     names = held.use.names
     with refusing_writes(wholes, names):
         outputs = during(held, wholes, lambda: fn(weights, *args, **kwargs))
@@ -210,11 +209,11 @@ def _forgetting(
     fn: Callable[..., Any], held: Wholes, wholes: Sequence[Tensor], weights: Sequence[Tensor], anchor: Tensor,
     args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
-    """The same, and nothing but the tensors among the arguments is kept: the rest is computed again in backward.
+    """The same, but only the tensors among the arguments are kept. The rest is computed again in backward.
 
     torch's own checkpointing does it: it restores random states and autocast, sees tensors that `fn` closes over, hands
-    the saved arguments to the enclosing hooks, and stops as soon as it has what it needs. `anchor` goes along to show
-    it the device where the arguments hold no tensor.
+    the saved arguments to the enclosing hooks, and stops as soon as it has what it needs. `anchor` tells it the device
+    if the arguments hold no tensor.
     """
     first = [(wholes, weights)]
     leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
@@ -229,7 +228,7 @@ def _forgetting(
         args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
         if not first:
             return _recording(fn, held, *_again(held), args, kwargs)
-        given = Arguments(args, kwargs, _version)  # here: containers are made anew, so the caller's would not change
+        given = Arguments(args, kwargs, _version)  # here, because checkpointing makes the containers anew
         outputs = _recording(fn, held, *first.pop(), args, kwargs)
         refuse_changes(held.use.label, given)
         return outputs
@@ -239,7 +238,7 @@ def _forgetting(
 
 
 def _version(x: Any) -> Any:
-    """Returns what changes when a tensor is written to, or a generator is drawn from."""
+    """Returns a value that changes when a tensor is written to, or a generator is drawn from."""
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else x._version
     return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
@@ -260,7 +259,7 @@ class TorchTape:
         self.leaves: list[Tensor] = []
 
     def close(self) -> None:
-        """Lets go of the graph, whose nodes hold the run, which holds this tape: no collector sees that circle."""
+        """Releases the graph. Its nodes hold the run, which holds this tape: a cycle that no collector sees."""
         self._tokens.clear()
         self.leaves.clear()
 
@@ -280,7 +279,7 @@ class TorchTape:
             raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``fn(whole weights, ...)`` such that its backward reports to `use`."""
+        """Calls ``fn(whole weights, ...)``, whose backward reports to `use`."""
         if _graph_task() != self._graph_task:
             rule = f"the unit {use.label!r} is computed again for a differentiation inside of the loss"
             hint = "recompute by units, hpfunc.unit(fn, remat=True), in the place of a checkpoint around them"
@@ -335,7 +334,7 @@ class TorchTape:
 
     @differentiating()
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
-        """See `Tape`; None is the gradient of a leaf that has no path to the loss."""
+        """See `Tape`. The gradient of a leaf that has no path to the loss is None."""
         loss = forward()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = type(loss).__name__

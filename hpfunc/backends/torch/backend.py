@@ -32,9 +32,9 @@ from .streams import DeviceStreams, HostPending, HostStreams
 
 # Note [Small messages travel apart]
 # gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
-# messages of megabytes waits behind their bytes before both sides have agreed to send it, and holds up what comes after
-# it: on a link of 1 Gbit/s that is 6 to 8 ms for each, as long as a megabyte takes. Over a group of its own it costs
-# nothing. NCCL and HCCL send the messages of one launch together, so they need no second group.
+# messages of megabytes waits behind their bytes before both sides have agreed to send it, and delays all later ones:
+# on a link of 1 Gbit/s by 6 to 8 ms each, the time of a megabyte. In a group of its own it costs nothing.
+# NCCL and HCCL send the messages of one launch together, so they need no second group.
 SMALL_BYTES = 1 << 16
 _SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
 
@@ -160,13 +160,13 @@ class TorchBackend:
 
     def adopt(self, gradient: torch.Tensor) -> torch.Tensor | None:
         whole = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
-        return gradient.view(-1) if whole else None  # nobody else has it: see `borrowed`
+        return gradient.view(-1) if whole else None  # nobody else holds it: see `borrowed`
 
     def digest(self, tensor: torch.Tensor) -> int:
         return digests.digest(tensor)
 
     def num_writes(self, tensor: torch.Tensor) -> int | None:
-        try:  # all parts of a larger tensor are counted together
+        try:  # all parts of a larger tensor share one counter
             return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else None
         except RuntimeError:  # made in inference mode, or a wrapper of torch.func
             return None

@@ -1,13 +1,14 @@
-"""Gradients as autograd hands them to a node, and whether anybody else has their memory.
+"""Gradients that autograd passes to a node, and whether anybody else holds their memory.
 
 # Note [Borrowed gradients]
-autograd gives one tensor to several nodes (``a + b``), gives views of one tensor to several, and gives on what a custom
-function returns, which may keep it and write into it at its next call. A gradient that is sent while later units
-compute must not change meanwhile. So what somebody else holds is copied at once, as `torch.Tensor.backward` does it for
-``.grad``. Whether somebody does is told by counters: of the tensor's handles, of Python's references to it, and of the
-tensors over its storage; if it is a view, also of its base. What they show for a gradient that nobody else has is found
-by a small backward on first use, and so is that they see who else might have it. If they do not, everything is copied.
-Memory from outside of torch (numpy's, say) has an owner that no counter knows: it is copied, too.
+autograd passes one tensor to several nodes (``a + b``), passes views of one tensor to several nodes, and passes the
+result of a custom function on, which may keep it and write into it at its next call. A gradient that is sent while
+later units compute must not change meanwhile. So a gradient that somebody else holds is copied at once, as
+`torch.Tensor.backward` does for ``.grad``. Counters tell whether somebody does: those of the tensor's handles, of
+Python's references to it, and of the tensors over its storage; for a view, also those of its base. On first use a small
+backward finds what the counters show for a gradient that nobody else holds, and that they differ for each way to share
+one. If they do not differ, all gradients are copied. Memory from outside of torch (such as numpy's) has an owner that
+no counter knows, so it is copied, too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _count_storage = cast(Any, torch._C)._storage_Use_Count
 
 
 def take(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns gradients that are dense, hold their values in memory, and are nobody else's; copies those that are not.
+    """Returns gradients that are dense, hold their values in memory, and are held by nobody else; copies all others.
 
-    To be called with the arguments of a node's backward, out of the backward itself.
+    Call it with the arguments of a node's backward, directly from that backward.
     """
     alone = _alone()
     taken: list[Tensor | None] = []
@@ -43,7 +44,7 @@ def take(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _holders(gradient: Tensor) -> tuple[int, ...]:
-    """Returns how many hold a gradient, and its base if it is a view of another tensor."""
+    """Returns the number of holders of a gradient, and of its base if it is a view of another tensor."""
     storage = gradient.untyped_storage()
     held = (cast(Any, gradient)._use_count(), sys.getrefcount(gradient), _count_storage(storage._cdata))
     if not storage.resizable():
@@ -55,7 +56,7 @@ def _holders(gradient: Tensor) -> tuple[int, ...]:
 
 
 class _Lender(torch.autograd.Function):
-    """Gives away whole weights as a unit does; its backward notes who holds their gradients."""
+    """Returns whole weights as a unit does; its backward records the holders of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, found: list[tuple[int, ...]], numel: int, anchor: Tensor) -> tuple[Tensor, ...]:
@@ -72,7 +73,7 @@ class _Lender(torch.autograd.Function):
 
 
 def _lent(use: Callable[..., Tensor]) -> list[tuple[int, ...]]:
-    """Returns who holds the gradients of two weights, of which an older tensor and they are made use of."""
+    """Returns the holders of the gradients of two weights in a small backward that uses them and an older tensor."""
     found: list[tuple[int, ...]] = []
     with torch.enable_grad():
         x, anchor = torch.ones(4, requires_grad=True), torch.ones(1, requires_grad=True)
@@ -84,7 +85,7 @@ def _lent(use: Callable[..., Tensor]) -> list[tuple[int, ...]]:
 
 @cache
 def _alone() -> frozenset[tuple[int, ...]]:
-    """Returns what `_holders` says of gradients that nobody else has; nothing if others look alike."""
+    """Returns the results of `_holders` for gradients that nobody else holds; empty if shared ones give the same."""
     kept: list[Tensor] = []
 
     def keeping(how: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""torch's collectives, as they are called and as they may be waited for."""
+"""torch's collectives: how they are called, and how they are waited for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from .bytes import as_bytes
 
-# Neither gloo nor NCCL knows all of torch's dtypes, so what they only carry travels as bytes if they do not know it.
+# Neither gloo nor NCCL knows all of torch's dtypes. Tensors of others are sent as bytes, if they are not added up.
 KNOWN = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
 }
 
 # Note [One device for each purpose]
-# gloo as torch makes it has a network device for each group, with a thread that polls a hundred times a second for as
-# long as the process lives, also when the group was given up after a failure. So here all groups of a purpose share a
-# device. `new_group` hands options to registered backends only.
+# By default torch gives each gloo group a network device, with a thread that polls a hundred times a second as long as
+# the process lives, even if the group was given up after a failure. So here all groups of a purpose share a device.
+# `new_group` passes options to registered backends only.
 HOST = "hpfunc_gloo"
-_gloo: Any = dist.ProcessGroupGloo  # whose types do not name all that it has
+_gloo: Any = dist.ProcessGroupGloo  # whose type stubs lack some of its attributes
 _devices: dict[str, list[Any]] = {}
 
 
@@ -71,12 +71,12 @@ dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cp
 
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as the libraries can carry it from rank to rank, over the same memory."""
+    """Returns a contiguous tensor over the same memory in a dtype that the libraries can send."""
     return tensor if tensor.dtype in KNOWN else as_bytes(tensor)
 
 
 def as_added(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as torch can add it up, over the same memory: signed sums have the bits of unsigned ones."""
+    """Returns the same memory in a dtype that torch can add: signed sums have the bits of unsigned ones."""
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
     return tensor.view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
 
@@ -104,7 +104,7 @@ def start_together(collective: str, group: Any, pairs: Sequence[tuple[torch.Tens
 
 
 def permute(group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None) -> list[Any]:
-    """Starts a send to and a receive from places of the group; all of its ranks call this."""
+    """Starts a send to and a receive from indices in the group; all ranks of the group call this."""
     if send.device.type == "cpu":
         return _permute_on_host(group, send, receive, target, source)
     ranks, send, receive = dist.get_process_group_ranks(group), as_carried(send), as_carried(receive)

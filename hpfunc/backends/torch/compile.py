@@ -2,10 +2,10 @@
 
 # Note [Compiled callers]
 A graph cannot hold what hpfunc does on the host: it waits for collectives, counts uses, and hands gradients over.
-Traced nevertheless, ranks come to different places and wait for each other. So a compiled function that calls one of
-hpfunc's is cut there: the call, and all that it calls, runs uncompiled, up to a function that is compiled itself (the
-block inside of a unit). ``torch.compiler.disable`` does just that, but takes seconds to import, also where nothing is
-compiled.
+If it were traced, ranks would reach different places and wait for each other. So a compiled function that calls a
+function of hpfunc has a graph break there: the call, and all that it calls, runs uncompiled, up to a function that is
+compiled itself (the block inside of a unit). ``torch.compiler.disable`` does the same, but takes seconds to import,
+even if nothing is compiled.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A digest of a tensor's bits that is fast enough for whole models.
 
 # Note [Digests of large tensors]
-blake2b reads 0.5 to 1 GB/s, so that the digests of a model would take as long as making it. A large tensor is first
+blake2b reads 0.5 to 1 GB/s, so the digests of a model would take as long as its creation. A large tensor is first
 cut into blocks of 32-bit words; a block becomes ``sum(word * weight)`` modulo 2 ** 64, with a fixed odd weight of 64
 bits for each place, and blake2b reads these sums only: 2.5 to 4 GB/s on one core. A word that changes by d changes its
 sum by d * weight, which is not 0 modulo 2 ** 64 because the weight is odd and d has fewer than 33 bits. So a change
 within one word is always seen; several at once cancel each other in about one of 2 ** 32 cases (multilinear hashing).
-Sums of integers do not depend on their order, so devices and numbers of threads give one digest.
+Sums of integers do not depend on their order, so the digest is the same for every device and number of threads.
 
 Source: Lemire and Kaser, Strongly universal string hashing is fast (2014).
 """

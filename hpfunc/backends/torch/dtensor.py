@@ -25,7 +25,7 @@ class TorchInterop:
             hint = "start it by torchrun, or call torch.distributed.init_process_group first"
             raise MeshError(message(function, "no process group is initialized", mesh=mesh, hint=hint))
         world, made = self._made.get(mesh, (None, None))
-        if made is None or world is not dist.group.WORLD:  # a world that has ended takes its groups along
+        if made is None or world is not dist.group.WORLD:  # the groups of a world end with it
             ranks = torch.tensor(mesh.ranks).reshape(mesh.sizes)
             made = DeviceMesh(mesh.device.partition(":")[0], ranks, mesh_dim_names=mesh.axis_names)
             self._made[mesh] = dist.group.WORLD, made

@@ -35,7 +35,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, forward: Any, transpose: Any) -> tuple[Tensor, int]:
-        # Maps address dims from the front and leave further ones alone, so the mapped dim goes to the end.
+        # Maps index dims from the front and do not touch further ones, so the mapped dim goes to the end.
         assert in_dims[0] is not None
         out = linear(forward, transpose, x.movedim(in_dims[0], -1))
         return out, out.dim() - 1

@@ -1,10 +1,10 @@
-"""torch's modes: gradients are taken, and tensors made, as if the caller had put on none.
+"""torch's modes: gradients and new tensors do not depend on the modes that the caller has set.
 
 # Note [Inference mode]
 Tensors that are made under ``torch.inference_mode`` cannot be saved for backward, nor written to outside of it, for as
-long as they live. So nothing that hpfunc allocates is one of them, whatever mode the caller has put on: what an
-evaluation gathers, a checkpoint loads or a gradient becomes must serve a later step too. Where the caller has made one
-of an array (an optimizer of his own, say) it is taken through another tensor in the same memory, which is none.
+long as they live. So hpfunc never allocates one, whatever mode the caller has set: whole weights of an evaluation,
+loaded arrays and gradients must be usable in a later step. If the caller has made an array from one (in an optimizer
+of their own, say), hpfunc uses an ordinary tensor in the same memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def zeros(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or an ordinary one in the same memory in the place of one of inference mode."""
+    """Returns the tensor; for a tensor of inference mode an ordinary one in the same memory."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -62,7 +62,7 @@ def _ordinary_mode() -> Iterator[Callable[[Any], Any]]:
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """A context in which autograd records, as in ``torch.func.grad``, whatever the caller has put on outside.
+    """A context in which autograd records, as in ``torch.func.grad``, whatever mode the caller has set outside.
 
     Raises:
         UsageError: a tensor that was made in inference mode takes part.

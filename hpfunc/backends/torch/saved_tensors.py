@@ -1,20 +1,20 @@
 """What autograd saves within a unit: weights by their place, everything else as it is, with its version.
 
 # Note [Released weights]
-What autograd saves of a whole weight, or of a view of it, would keep the storage alive. The pack hook replaces it by
-its place in the unit; the unpack hook asks for the whole weights of the moment. Hooks do not nest in torch, so
-whatever is not a weight is handed to the enclosing pair: activation checkpointing around the unit goes on to work.
+A whole weight that autograd saves, or a view of one, would keep the storage alive. The pack hook replaces it by its
+place in the unit; the unpack hook reads the current whole weights. Hooks do not nest in torch, so all other tensors are
+passed to the enclosing pair: activation checkpointing around the unit still works.
 
 # Note [Views of another kind]
 A view may have another dtype than its weight (`view_as_complex`, `real`, `view(dtype)`), and bits that say that its
-elements are to be conjugated or negated when they are read (`conj`, `imag` of that). All of it is noted, with strides
-and offset in elements of the view, and made again over the memory of the whole weight of the moment.
+elements are to be conjugated or negated when they are read (`conj`, `imag` of that). The hook keeps all of these, with
+strides and offset in elements of the view, and makes the view again over the memory of the current whole weight.
 
 # Note [Versions of saved tensors]
-torch counts the writes into a tensor, and refuses in backward what was written to after it had been saved. What a hook
-returns is no longer compared. So the hooks do it: what is kept is an alias, which shares the counter. An enclosing hook
-gets an alias too. If that very object comes back, as it does from activation checkpointing, it is compared; what comes
-back as another tensor, such as a copy on the host, is that hook's own.
+torch counts the writes into a tensor, and refuses in backward a tensor that was written to after it was saved. It does
+not compare what a hook returns, so the hooks do. They keep an alias, which shares the counter, and pass an alias to an
+enclosing hook. If the same object comes back, as it does from activation checkpointing, its counter is compared.
+Another tensor, such as a copy on the host, is the responsibility of the enclosing hook.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VERSION = "_hpfunc_version"
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Returns what is equal for two tensors exactly if they share memory; None for one without memory of that kind."""
+    """Returns a value that two tensors share exactly if they share memory; None for a tensor without a storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -47,10 +47,10 @@ def _kind(tensor: Tensor) -> Kind:
 
 
 class Wholes:
-    """The whole weights of one use, wherever they are at the moment.
+    """Access to the current whole weights of one use.
 
     Attributes:
-        at_hand: while the unit's own code runs; and copies of them, while a differentiation inside of the loss does.
+        at_hand: the weights while the unit's own code runs; copies of them during a differentiation inside of the loss.
     """
 
     __slots__ = ("at_hand", "use")
@@ -68,7 +68,7 @@ class Wholes:
         return [w.detach().requires_grad_(trains) for w, trains in zip(wholes, self.use.trainable, strict=True)]
 
     def begin(self) -> None:
-        """The unit's backward begins, or a differentiation inside of the loss comes to it."""
+        """The unit's backward begins, or a differentiation inside of the loss reaches the unit."""
         if self.use.inside is not None:
             self.use.inside.begin(self.detached)
 
@@ -86,7 +86,7 @@ class Saving:
 
     def __init__(self, wholes: Wholes, tensors: Sequence[Tensor]) -> None:
         self._wholes = wholes
-        # By storage: the place of a weight, its dtype, and where it begins. Not the weight: these hooks outlive it.
+        # By storage: place, dtype and offset of a weight. Not the weight itself: these hooks outlive it.
         self._places = {
             storage_of(x): (i, x.dtype, int(x.storage_offset()))
             for i, x in enumerate(tensors)
@@ -95,14 +95,14 @@ class Saving:
         self._enclosing: Any = enclosing_hooks(True)
 
     def hooks(self) -> saved_tensors_hooks:
-        """Returns the context in which they are at work."""
+        """Returns the context in which the hooks are active."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
         place = self._places.get(storage_of(tensor))
         if place is not None:
             return _place_of(tensor, *place)
-        # A node that keeps its own output, as it is, would keep itself alive: no collector sees that circle.
+        # A node that keeps its own output would keep itself alive: a cycle that no collector sees.
         alias = tensor.detach()
         if self._enclosing:
             setattr(alias, _VERSION, alias._version)
@@ -134,7 +134,7 @@ class Saving:
 
 
 def _place_of(tensor: Tensor, index: int, dtype: torch.dtype, start: int) -> tuple[Any, ...]:
-    """Returns where a tensor lies in a whole weight, and of which kind it is if not of the weight's."""
+    """Returns where a tensor lies in a whole weight, and its kind if that is not the kind of the weight."""
     kind = _kind(tensor)
     if kind == (dtype, False, False):  # whole weights that are released are made here
         return index, None, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
@@ -158,7 +158,7 @@ def _another_kind(whole: Tensor, kind: Kind, shape: Sequence[int], stride: Seque
 
 
 def during(wholes: Wholes, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-    """Returns ``run()``, of which autograd keeps no whole weight; `tensors` are the whole weights that it gets."""
+    """Returns ``run()``; autograd keeps no whole weight of it. `tensors` are the whole weights that `run` gets."""
     before, wholes.at_hand = wholes.at_hand, tensors
     try:
         with Saving(wholes, tensors).hooks():

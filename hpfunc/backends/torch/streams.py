@@ -1,7 +1,7 @@
 """Where torch's work runs: on a CPU at once and in gloo's threads, on an accelerator on streams.
 
 The device path (`DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the
-machines that test this project; what those can check of it is that it launches the same ops in the same order.
+machines that test this project. Tests check that it launches the same ops in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLL_S = 0.5
 
 
 class HostPending:
-    """Collectives of gloo in flight, or nothing left to wait for."""
+    """Collectives of gloo that are in flight; empty if there is nothing to wait for."""
 
     __slots__ = ("label", "works")
 
@@ -102,7 +102,7 @@ class DevicePending:
         self.event = event
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has come to this point; the host waits for it, so this serves pictures only."""
+        """Calls back once the device has reached this point. The host waits for it, so it is used for pictures only."""
         self.event.synchronize()
         callback()
 

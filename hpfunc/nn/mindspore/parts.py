@@ -1,10 +1,10 @@
 """`Parts` of MindSpore's cells, and which of their parameters are state.
 
 # Note [State of a cell]
-MindSpore has no word for a parameter that the forward pass writes: batch normalisation keeps its moving statistics as
-parameters without gradient, as a frozen weight is one. Frozen weights are sharded; statistics are each rank's own. So
-it is their names in the cell that tell them: those of MindSpore's own norms. All else that a cell writes it has as a
-buffer (`Cell.register_buffer`).
+MindSpore does not mark parameters that the forward pass writes: batch normalisation keeps its moving statistics as
+parameters without gradient, and a frozen weight is such a parameter, too. Frozen weights are sharded; statistics are
+each rank's own. Statistics are recognised by their names in MindSpore's own norms. Any other state of a cell has to be
+a buffer (`Cell.register_buffer`).
 """
 
 from __future__ import annotations

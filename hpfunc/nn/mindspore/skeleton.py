@@ -3,11 +3,11 @@
 # Note [Parameters of a copy]
 A cell looks its parameters up in a dict of its own. In the copy that dict is one of ours: inside of the unit that a
 parameter belongs to it gives the whole weight, elsewhere it gathers the parameter by itself, as a unit with its name.
-So, other than on torch, asking for a shape gathers, too.
+So, unlike on torch, even a read of a shape gathers.
 
 # Note [Writes on MindSpore]
-MindSpore raises no version when it writes into a tensor. Whether a call changed buffers is seen from their values, each
-time that they would be lost. Whether a unit wrote into a weight is looked for in the first call in each mode.
+MindSpore does not count writes into a tensor. So buffers are compared by value whenever their changes would be lost,
+and weights are compared in the first call in each mode.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """What a copy holds in the place of a parameter."""
+    """The object that a copy holds instead of a parameter."""
 
     path: str
 
@@ -68,7 +68,7 @@ class Parameters(dict[str, Any]):
     """The parameters of one cell of a copy. See Note [Parameters of a copy].
 
     Attributes:
-        held: by name a value, or a stand-in.
+        held: values or stand-ins, by name.
     """
 
     def __init__(self, held: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class CellCall:
     Attributes:
         params: by path.
         modes: of each cell, whether it trains.
-        looks: whether it looks for writes into weights.
+        looks: whether this call looks for writes into weights.
         wholes: parameters that were used outside of their units; by path and grad mode.
     """
 
@@ -127,7 +127,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 class CellSkeleton:
-    """See `CellSkeleton` in ``_function``."""
+    """See `Skeleton` in `nn._function`."""
 
     def __init__(self, cell: nn.Cell, choice: Choice, initial: Tensors, *, remat: bool) -> None:
         params, buffers = named_tensors(cell)
@@ -152,7 +152,7 @@ class CellSkeleton:
         return tuple(part.training for part in self._cells)
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
-        """Returns what becomes of modes with "train" or "eval"."""
+        """Returns the modes after "train" or "eval"."""
         set_modes(enumerate(self._cells), modes)
         self.module.set_train(change == "train")
         return self._read_modes()
@@ -254,7 +254,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _made_ready(cell: nn.Cell) -> dict[str, Any]:
-    """Gives a copied cell its dict of parameters, and returns what that holds."""
+    """Gives a copied cell its dict of parameters, and returns the values in it."""
     held = dict(vars(cell)["_params"])
     # Names were checked when the original was called; and no cell begins a differentiation of its own here.
     vars(cell).update({"_params": Parameters(held), "_init_flag": True, "requires_grad": False})
@@ -277,7 +277,7 @@ def _refuse_own_ways(cell: nn.Cell) -> None:
 
 
 def _refuse_dropout(cell: nn.Cell) -> None:
-    """Raises UsageError for what draws other random numbers when MindSpore runs it again, on a CPU."""
+    """Raises UsageError for cells that draw other random numbers when they are recomputed on a CPU."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     parts = PARTS.named(cell).items()
     bad = [f"{path}: {type(x).__name__}" for path, x in parts if isinstance(x, kinds) and _drops(x)]
@@ -300,7 +300,7 @@ def _has_parameters(value: Any) -> bool:
 
 @contextmanager
 def _explaining_writes() -> Iterator[None]:
-    """Says what it means that a whole weight lacks what only parameters have."""
+    """Explains an error in which a whole weight lacks an attribute that only parameters have."""
     try:
         yield
     except AttributeError as error:

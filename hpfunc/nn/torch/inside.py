@@ -1,11 +1,11 @@
 """A unit's code that runs again in the middle of its backward, because a checkpoint is inside of its module.
 
 # Note [Checkpoints inside of a module]
-By the time of a unit's backward the places of its parameters and buffers hold stand-ins again. A checkpoint inside of
-the module then runs a part of its code once more. So the use of the unit has a `Reopening`: when the backward begins,
-it becomes the one that the copy's stand-ins know, and the modules get back the modes of their call. The first stand-in
-that is asked for its values puts all weights of the unit into their places, and its buffers as they were at the start.
-When the backward has ended, the stand-ins return.
+In a unit's backward the places of its parameters and buffers hold stand-ins again. A checkpoint inside of the module
+then runs a part of its code once more. So the use of the unit has a `Reopening`. When the backward begins, the copy's
+stand-ins refer to it, and the modules get the modes of their call back. The first stand-in that is asked for its values
+puts all weights of the unit, and its buffers as they were at the start, into their places. When the backward has ended,
+the stand-ins return.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Tensor = torch.Tensor
 
 
 class Home:
-    """What the stand-ins of one copy share.
+    """State that the stand-ins of one copy share.
 
     Attributes:
         modules: all modules of the copy.
-        modes: the modes that were given to them last, None if somebody else has changed them.
+        modes: the modes that were set last; None if somebody else has changed them.
         open: the use whose backward has begun.
     """
 
@@ -43,7 +43,7 @@ class Home:
         self.modes = modes
 
     def close(self) -> None:
-        """Ends what an error has left open."""
+        """Ends a reopening that an error has left open."""
         if self.open is not None:
             self.open.end()
 
@@ -79,7 +79,7 @@ class Reopening:
             return
         slots = (*self._part.weights, *self._part.buffers)
         paths = sorted({slot.path for slot in self._part.weights})  # as a dict is flattened
-        with _disable_current_modes():  # those of the checkpoint: one that chooses what to keep counts all operators
+        with _disable_current_modes():  # a selective checkpoint's mode counts all operators
             values = dict(zip(paths, self._weights(), strict=True))
             values |= {path: x.clone() for path, x in self._buffers.items()}
         self._before = [slot.tensors[slot.name] for slot in slots]
@@ -87,7 +87,7 @@ class Reopening:
             slot.tensors[slot.name] = values[slot.path]
 
     def value(self, path: str) -> Tensor | None:
-        """Returns a weight or buffer of the unit, None if it is none of this unit's."""
+        """Returns a weight or buffer of the unit; None if it is not in the unit."""
         self.fill()
         slots = (*self._part.weights, *self._part.buffers)
         return next((slot.tensors[slot.name] for slot in slots if slot.path == path), None)

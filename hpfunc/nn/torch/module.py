@@ -73,7 +73,7 @@ def init_module(
         _check_module(_INIT, module)
         built.append(module)
         params, buffers = named_tensors(module)
-        # As they are: a `detach` here would be an operator that comes last, and keep them whole until then.
+        # Not detached: a `detach` here would be the last recorded operator, and keep all of them whole until then.
         return {"params": params, "buffers": buffers}
 
     made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
@@ -93,7 +93,7 @@ def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], N
     versions: dict[Tensor, int] = {}
     visited: set[nn.Module] = set()
 
-    def initialise(part: nn.Module) -> None:  # its tensors are made just before, so that others are final by then
+    def initialise(part: nn.Module) -> None:  # its tensors are made just before; all earlier ones are final
         if part in visited:
             return
         visited.add(part)

@@ -1,17 +1,17 @@
 """A module's copy without its weights, whose chosen parts run as units.
 
 # Note [The copy]
-The caller's module is never touched. Its copy has stand-ins for parameters; each chosen part of it has a `forward` of
-ours, which calls `hpfunc.unit` with the part's own parameters and puts the whole weights into their places for the
-time of the call. Hooks are called as before: they are the caller's own objects, not copies of them.
+The caller's module is never changed. Its copy has stand-ins for parameters. Each unit in the copy has a `forward` of
+ours, which calls `hpfunc.unit` with the parameters of the unit and puts the whole weights into their places during the
+call. Hooks are called as before: they are the caller's own objects, not copies.
 
 # Note [Buffers of a unit]
 A unit may run a second time in backward, after its call has ended. So it gets its buffers as arguments, works on copies
-of them, and returns these: a second run starts from the same ones, and counts nothing twice.
+of them, and returns the copies: a second run starts from the same values, and counts nothing twice.
 
 # Note [Buffers that change unseen]
-Most writes raise a tensor's version; those of batch_norm into its running statistics do not. So where buffers would be
-lost, their values are compared too: in the first call in each mode, because a device has to be waited for.
+Most writes raise a tensor's version; those of batch_norm into its running statistics do not. So where changes of
+buffers would be lost, values are compared too, but only in the first call in each mode: the host waits for the device.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModuleSkeleton:
     Attributes:
         module: the copy.
         choice: its units.
-        params: the paths of its parameters, and `frozen` of those without gradient.
+        params: the paths of its parameters; `frozen` are those without gradient.
         modes: of each module, whether it trains.
     """
 
@@ -97,10 +97,10 @@ class ModuleSkeleton:
         named = dict(self.module.named_modules())
         for path, _ in choice.units:
             self._make_unit(path, named[path])
-        del self._names  # by identity, of tensors that are held until here only
+        del self._names  # keyed by identity of tensors that are held up to here only
 
     def _settle(self, initial: Tensors) -> None:
-        # A call gets buffers of its own. Outside of one nobody may read, or write into, those of the start.
+        # A call gets buffers of its own. Outside of a call nobody may read or write the buffers of the start.
         for slot in self._buffers:
             slot.tensors[slot.name] = StandIn.of(slot.path, initial[slot.path], self._home, is_param=False)
         for slot in self._slots(self._modules, "_parameters"):
@@ -110,7 +110,7 @@ class ModuleSkeleton:
         return tuple(module.training for module in self._modules)
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
-        """Returns what becomes of modes when the module's method `change` is called."""
+        """Returns the modes after the module's method `change` is called."""
         self._home.take(modes)
         self._home.modes = None
         getattr(self.module, change)()
@@ -157,7 +157,7 @@ class ModuleSkeleton:
             return []
         known = None if leaves is None else {id(x) for x in leaves}
         plain = [(path, x) for path, x in params.items() if not is_sharded(x)]
-        # What value_and_grad does not know of, and nothing has computed, is a constant to it.
+        # A leaf tensor that value_and_grad does not differentiate is a constant.
         return [path for path, x in plain if x.requires_grad and (known is None or not x.is_leaf or id(x) in known)]
 
     def lost(self, call: ModuleCall, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stand-ins: what a module's copy has in the place of its tensors, and the call that knows their values."""
+"""Stand-ins, which replace the tensors in a module's copy, and the call that knows their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# What is known of a parameter without its values. Models ask for it anywhere: `x.to(self.proj.weight.dtype)`.
+# Attributes that are known without values. Models read them anywhere: `x.to(self.proj.weight.dtype)`.
 _METADATA = {
     *_getters("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "itemsize", "nbytes", "is_sparse"),
     *_getters("is_nested", "is_quantized", "grad"),
@@ -35,7 +35,7 @@ _PLACE = {*_getters("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device
 
 
 class StandIn(Tensor):
-    """A parameter, or a buffer outside of calls, without values: shape and dtype. Whatever needs more asks for them."""
+    """A parameter, or a buffer outside of calls, without values: shape and dtype. Any other use asks for the values."""
 
     path: str
     home: Home | None
@@ -99,7 +99,7 @@ class ModuleCall:
             return self.wholes[key][0]
         array = self.params[path]
         value = unit(torch.clone, name=path)(array) if is_sharded(array) else array.clone()
-        if not enclosing_hooks(True):  # under activation checkpointing it must be computed again like everything else
+        if not enclosing_hooks(True):  # activation checkpointing recomputes it with everything else
             self.wholes[key] = value, value._version
         return value
 

@@ -16,11 +16,11 @@ from ..schedule import Collective
 # ------------------------------------------------------------------------------------------------------------- values
 
 OWN = -1
-"""As a rank: the one that looks, so another block on each rank."""
+"""As a rank: this rank. The symbol stands for a different block on each rank."""
 ENTIRE = -2
 """As a rank: all of them, in a layout that is not block after block."""
 SHORT = -3
-"""As a rank: the one that looks, but without the padding of its block. Some rank has fewer elements than the others."""
+"""As a rank: this rank, without the padding of its block. Some rank has fewer elements than the others."""
 
 WHOLE = "that of the whole gradient"
 """As the dtype of a division: it came before the cast to the dtype of the message."""
@@ -155,7 +155,10 @@ class WrongError(Exception):
 
 
 def added(weights: Sequence[Weight], earlier: Content, later: Content) -> Content:
-    """Returns the sum of scattered gradients: of groups that were added up, and of one more. Order makes bits."""
+    """Returns the sum of scattered gradients: of groups that were added up, and of one more.
+
+    Floating-point addition is not associative, so the order of terms is part of the value.
+    """
     if [piece.numel for piece in earlier] != [piece.numel for piece in later]:
         raise WrongError("adds what does not lie alike")
     return tuple(_added(weights, *pair) for pair in zip(earlier, later, strict=True))
