@@ -53,7 +53,7 @@ def _apply(
         bad = [repr(leaf) for leaf in leaves if not backend.is_tensor(leaf)]
         if bad:
             hint = "collectives take tensors; inside a step use `hpfunc.unshard` or `.local` for a ShardedArray"
-            raise LeafError(message(function, "a leaf is no tensor", bad, hint=hint))
+            raise LeafError(message(function, "a leaf is not a tensor", bad, hint=hint))
         if check is not None:
             check(function, leaves, lambda: paths(tree, "x"))
         found = [maps(channel, leaf) for leaf in leaves]
@@ -84,7 +84,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
 
     Raises:
         MeshError: no such axis, or no mesh is in use.
-        LeafError: a leaf is no tensor, or its elements cannot be added up (bool, float8).
+        LeafError: a leaf is not a tensor, or its elements cannot be added up (bool, float8).
         UsageError: called on a differentiated tensor, over a data axis, inside a mean-reduced `value_and_grad`.
 
     Communication: one all-reduce per leaf; 2 (n-1)/n of its bytes leave each of n ranks.
@@ -215,7 +215,7 @@ def all_gather(x: Any, axis_name: AxisNames, *, dim: int = 0, tiled: bool = Fals
 
     Raises:
         MeshError: no such axis or dim, or no mesh is in use.
-        LeafError: a leaf is no tensor.
+        LeafError: a leaf is not a tensor.
 
     Communication: one all-gather per leaf; (n-1) times its bytes leave each rank.
 
@@ -285,7 +285,7 @@ def all_to_all(
 
     Raises:
         MeshError: no such axis or dim, the dim does not divide, or no mesh is in use.
-        LeafError: a leaf is no tensor.
+        LeafError: a leaf is not a tensor.
 
     Communication: one all-to-all per leaf, and one in backward; (n-1)/n of its bytes leave each rank.
 
@@ -326,7 +326,7 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]], *, m
 
     Raises:
         MeshError: no such axis or place, a place appears twice, or no mesh is in use.
-        LeafError: a leaf is no tensor.
+        LeafError: a leaf is not a tensor.
 
     Communication: at most one message out and one in per rank and leaf, the reverse in backward.
 

@@ -94,7 +94,7 @@ def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
     ]
     if bad:
         hint = "a ShardedArray is moved by hpfunc.reshard" if any(map(is_sharded, leaves)) else "make it a tensor first"
-        raise LeafError(message(function, f"a leaf is no {mesh.framework} tensor", bad, hint=hint))
+        raise LeafError(message(function, f"a leaf is not a {mesh.framework} tensor", bad, hint=hint))
     if backend.name != mesh.framework:
         raise LeafError(message(function, f"{backend.name} tensors on a mesh of {mesh.framework}", mesh=mesh))
     pairs = zip(paths(tree, name, is_sharded), leaves, strict=True)
@@ -128,7 +128,7 @@ def shard(
 
     Raises:
         SpecError: a spec does not fit.
-        LeafError: a leaf is no tensor of the mesh's framework, or ranks give different values.
+        LeafError: a leaf is not a tensor of the mesh's framework, or ranks give different values.
         AgreementError: ranks disagree on the tree, shapes, dtypes or specs.
 
     Communication: a digest; with `broadcast_from` one broadcast of each tensor, else another digest, of all values.
@@ -150,7 +150,7 @@ def shard(
         marks += marks_of(name, leaves)
         specs_of += leaf_specs(name, tree, "tree", specs, mesh)
         if broadcast_from is not None and broadcast_from not in mesh.ranks:
-            raise SpecError(message(name, f"broadcast_from={broadcast_from} is no rank of the mesh", mesh=mesh))
+            raise SpecError(message(name, f"broadcast_from={broadcast_from} is not a rank of the mesh", mesh=mesh))
         if broadcast_from is None and check_replicas:
             digests += [digest_of(mesh, leaf) for leaf in leaves]
     if broadcast_from is not None:

@@ -54,7 +54,7 @@ def unit(
             saved for backward is written to; the unit runs inside of another one or under reentrant checkpointing; or,
             with `remat`, something else than `value_and_grad` differentiates it.
         SpecError: an array cannot be gathered over these axes alone, or lies on another mesh than the others.
-        MeshError: one of `axes` is no data axis, or it is not known which axes are.
+        MeshError: one of `axes` is not a data axis, or it is not known which axes are.
 
     Communication: an all-gather over those of `axes` that cut the weights, again in backward; there also their
         reduction. With `remat` also the collectives that `fn` calls, again in backward.
@@ -144,7 +144,7 @@ def _check_axes(axes: Axes, arrays: Sequence[ShardedArray], names: Names) -> Axe
     mesh.check_axes(_NAME, axes)
     others = [axis for axis in axes if axis not in mesh.data_axes]
     if others:
-        rule = f"axes={axes}, but {others[0]!r} is no data axis: gradients would not be reduced over it"
+        rule = f"axes={axes}, but {others[0]!r} is not a data axis: gradients would not be reduced over it"
         hint = f"the data axes are {mesh.data_axes}; for other axes use hpfunc.all_gather and hpfunc.psum_scatter"
         raise MeshError(message(_NAME, rule, mesh=mesh, hint=hint))
     if any(array.layout.misplaced(axes) is not None for array in arrays):

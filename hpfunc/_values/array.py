@@ -253,7 +253,7 @@ class ShardedArray:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         hint = "hpfunc.unshard(array).numpy() has all values, hpfunc.interop.to_numpy(array) this rank's part"
-        raise self._refusal("an array is no numpy array: this rank has a part of it only", hint)
+        raise self._refusal("an array is not a numpy array: this rank has a part of it only", hint)
 
     def __bool__(self) -> bool:
         hint = "ask `array is not None`, or for a value: bool(hpfunc.unshard(array))"
@@ -272,7 +272,7 @@ class ShardedArray:
     def __len__(self) -> int:
         if not self.shape or self.spec.dim_axes(0):
             hint = "array.shape has its global sizes; hpfunc.unshard(array) is a plain tensor"
-            rule = "an array is no sequence unless its first dim is whole"
+            rule = "an array is not a sequence unless its first dim is whole"
             raise LeafError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
         return self.shape[0]
 

@@ -151,7 +151,7 @@ class Mesh:
             raise MeshError(message("hpfunc.Mesh", rule))
         for name in self.data_axes:
             if name not in self.axis_names:
-                raise MeshError(message("hpfunc.Mesh", f"data axis {name!r} is no axis", mesh=self))
+                raise MeshError(message("hpfunc.Mesh", f"data axis {name!r} is not an axis", mesh=self))
         if self.rank not in self.ranks:
             raise MeshError(message("hpfunc.Mesh", f"rank {self.rank} is not in it", mesh=self))
 

@@ -76,7 +76,7 @@ def broadcast_prefix(
         raise SpecError(
             message(
                 function,
-                f"{argument} is no tree prefix of {name}",
+                f"{argument} is not a tree prefix of {name}",
                 [f"{argument}: {optree.tree_structure(prefix, is_leaf=is_prefix_leaf)}", *shown],
                 hint=f"{argument} may be one P for all, or a tree whose leaves stand at or above those of {name}",
             )

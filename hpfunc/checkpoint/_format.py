@@ -208,4 +208,4 @@ def _stored(path: Path, start: int, entry: dict[str, Any]) -> Stored:
 
 
 def _broken(function: str, path: Path, what: str) -> CheckpointError:
-    return CheckpointError(message(function, "a file is no whole safetensors file", [f"{path}: {what}"]))
+    return CheckpointError(message(function, "a file is not a whole safetensors file", [f"{path}: {what}"]))

@@ -113,7 +113,7 @@ def bind(params: Any) -> Bound:
 
     weights, ops = leaves_of(_NAME, "params", params)
     _check(weights)
-    refuse_partial_sums(_NAME, weights, "so they are no weights")
+    refuse_partial_sums(_NAME, weights, "so they are not weights")
     names = tuple(dotted_paths(weights.tree, is_sharded))
     values = ops.writable([backends.get("torch").detach(leaf._consume(_NAME)) for leaf in weights.leaves])
     parameters = tuple(torch.nn.Parameter(value) for value in values)

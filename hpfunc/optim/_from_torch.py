@@ -177,7 +177,7 @@ def _check(cls: Any, groups: Sequence[tuple[Where, Options]], options: Options) 
 
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         hint = "from_torch(torch.optim.AdamW, lr=1e-3): the class, and its options"
-        raise LeafError(message(_NAME, f"the argument is no class of torch.optim but {cls!r}", hint=hint))
+        raise LeafError(message(_NAME, f"the argument is not a class of torch.optim but {cls!r}", hint=hint))
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         rule = f"{cls.__name__} calls the loss itself, several times in a step"

@@ -94,7 +94,7 @@ def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> t
         rows = zip(leaves.paths(), leaves.leaves, kinds, fits, strict=True)
         bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind, fit in rows if not fit]
         hint = "keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)"
-        raise LeafError(message(function, f"{name} has leaves that are no floating arrays", bad, hint=hint))
+        raise LeafError(message(function, f"{name} has leaves that are not floating arrays", bad, hint=hint))
     if not all(has_sums(backend.dtype_name(x)) for x in values):
         rows = zip(leaves.paths(), leaves.leaves, map(backend.dtype_name, values), strict=True)
         bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind in rows if not has_sums(kind)]

@@ -86,7 +86,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         if not isinstance(state, tuple) or len(state) != len(optimizers):
-            rule = f"the state is no tuple of {len(optimizers)} states"
+            rule = f"the state is not a tuple of {len(optimizers)} states"
             raise LeafError(message("hpfunc.optim.chain", rule, hint="take it from init, or from the last update"))
         kept = []
         for optimizer, part in zip(optimizers, state, strict=True):

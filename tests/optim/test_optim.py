@@ -301,7 +301,7 @@ ERRORS = {
     ),
     "integers": (
         lambda: optim.adamw(0.1).init({"a": torch.arange(2), "b": torch.ones(2)}),
-        "LeafError: hpfunc.optim.adamw: params has leaves that are no floating arrays\n"
+        "LeafError: hpfunc.optim.adamw: params has leaves that are not floating arrays\n"
         "  params['a']: shape (2,), int64\n\n"
         "Hint: keep other leaves out of the tree that is optimized: hpfunc.partition(tree, hpfunc.is_floating)",
     ),
@@ -316,7 +316,7 @@ ERRORS = {
     ),
     "mask": (
         lambda: optim.adamw(0.1, mask={"b": True}).update(arrays(), optim.adamw(0.1).init(arrays()), arrays()),
-        "SpecError: hpfunc.optim.adamw: mask is no tree prefix of params",
+        "SpecError: hpfunc.optim.adamw: mask is not a tree prefix of params",
     ),
 }
 

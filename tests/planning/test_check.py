@@ -314,10 +314,12 @@ WRONG: dict[str, Callable[[], Schedule]] = {
         "cast layer0",
         Local("scale", "scale", "compute", (OUTPUT,), (OUTPUT,), divisor=4),
     ),
-    "scale whole: scales what is no block of a gradient: Param(weight=0, rank=0, dtypes=('float32',))": lambda: with_op(
-        TWO,
-        "gather layer0",
-        Local("scale whole", "scale", "gather", (buffer(TWO, "whole w0"),), (buffer(TWO, "whole w0"),)),
+    "scale whole: scales what is not a block of a gradient: Param(weight=0, rank=0, dtypes=('float32',))": lambda: (
+        with_op(
+            TWO,
+            "gather layer0",
+            Local("scale whole", "scale", "gather", (buffer(TWO, "whole w0"),), (buffer(TWO, "whole w0"),)),
+        )
     ),
 }
 

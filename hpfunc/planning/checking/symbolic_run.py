@@ -241,7 +241,7 @@ class _Run:
         if isinstance(value, Zero):
             return piece
         if not isinstance(value, Grad) or value.rank != OWN:
-            raise WrongError(f"scales what is no block of a gradient: {value}")
+            raise WrongError(f"scales what is not a block of a gradient: {value}")
         if divisor == 1:
             return piece
         early = value.early or value.summed != sum_axes(self._program.weights[value.weight])

@@ -353,7 +353,7 @@ class Collectives:
         if isinstance(value, Zero):
             return value
         if not isinstance(value, Grad) or value.rank != OWN or value.source:
-            raise WrongError(f"sums over {axes} what is no block of a gradient: {value}")
+            raise WrongError(f"sums over {axes} what is not a block of a gradient: {value}")
         weight = self._weights[value.weight]
         due = {weight.gather_axes: weight.num_shards, weight.reduce_axes: weight.num_replicas}
         if due.get(axes, 1) == 1 or value.summed & set(axes):
