@@ -5,7 +5,7 @@
 Ranks along "tp" see the same data and hold a part of each matrix: of the first matrix of a pair some outputs (of
 attention: some heads), of the second the inputs that belong to them. What the second gives is a partial sum, so
 `psum` ends the pair. `pvary` begins it: from there ranks compute different things, so in backward their gradients are
-summed. "tp" is not a data axis, so hpfunc itself neither gathers nor reduces anything over it; the other two work as ever,
+summed. "tp" is not a data axis: hpfunc itself neither gathers nor reduces anything over it. The others work as ever,
 on the parts. ``--check`` compares some steps with one process in float64.
 """
 
