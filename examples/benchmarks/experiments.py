@@ -33,7 +33,7 @@ from variants import Task, Variant, train_hpfunc
 import hpfunc as hp
 from hpfunc import backends
 from hpfunc._running.planned import Planned, Prepared
-from hpfunc.planning.schedule import Local, Op
+from hpfunc.planning.ops import Local, Op
 
 NETWORK = "1gbit,250mbit,2"
 LENGTHS = {

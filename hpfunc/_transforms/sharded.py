@@ -25,10 +25,11 @@ from .._values.mesh import Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
 from ..backends import Counters, uncompiled
 from ..planning.checking.checker import Report, check
+from ..planning.ops import itemsize
 from ..planning.planner import Traits, plan
 from ..planning.policy import Policy
 from ..planning.program import Program, Unit, dotted
-from ..planning.schedule import Schedule, itemsize
+from ..planning.schedule import Schedule
 from ..planning.windows import check_policy, unmatched
 from .shard import leaf_specs
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from .ops import Caller, Compute, Free, Launch, Local
+from .schedule import Schedule
 
 # Note [Leaving a plan]
 # Nothing may be lost, and nothing be finished that is not complete. What was gathered is dropped. A reduce-scatter or
@@ -13,17 +14,6 @@ from .schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region,
 # before a forward that the plan still expects, that may become another one, which adds to any gradient. So there
 # nothing more is launched, scaled or delivered. What remains is handed to the session: whole gradients, and scattered
 # ones (`checking.symbolic_run.scattered`).
-
-
-def touched(op: Op) -> tuple[Region, ...]:
-    """Returns all that an op reads, writes or gives away."""
-    if isinstance(op, Free):
-        return (Region(op.buffer, 0, 1 << 62),)
-    if isinstance(op, Deliver):
-        return (op.region,)
-    if isinstance(op, Caller):
-        return op.writes
-    return (*op.reads, *op.writes)
 
 
 def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
@@ -38,7 +28,7 @@ def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
     arrived: set[int] = set()  # buffers that hold what a reduce-scatter has brought
     is_ahead = False  # of a forward that the plan expects
     for index, (op, done) in enumerate(zip(schedule.ops, issued, strict=True)):
-        buffers = {region.buffer for region in touched(op)}
+        buffers = {region.buffer for region in (*op.reads, *op.writes)}
         scatters = op.stream == "reduce_scatter"
         awaits = (scatters or isinstance(op, Local)) and op.stream != "compute" and bool(buffers & arrived)
         if not done:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from .ops import itemsize
 from .policy import Policy
 from .program import Program, Weight
-from .schedule import itemsize
 
 
 def in_place(weight: Weight) -> bool:

@@ -2,6 +2,9 @@
 
 Three questions, each with its own module: is it well formed (here), does every timing show what its order means
 (`planning.checking.races`), and does that order compute what the program asks for (`planning.checking.symbolic_run`)?
+
+What an op declares, its fields, `reads`, `writes` and sizes (`planning.ops`), is taken from there; what is proved is
+told here a second time: what gives memory away, which orders that needs, and which values the ops leave.
 """
 
 from __future__ import annotations
@@ -11,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..._errors import ScheduleError, message
-from ..program import COMPUTES
-from ..schedule import (
+from ..ops import (
     ALIGN_BYTES,
     Caller,
     Communicator,
@@ -23,10 +25,10 @@ from ..schedule import (
     Local,
     Op,
     Region,
-    Schedule,
-    Slot,
     itemsize,
 )
+from ..program import COMPUTES
+from ..schedule import Schedule, Slot
 from .races import hidden_launches, unsafe_ops
 from .symbolic_run import num_ranks, wrong_meanings
 from .symbols import Axes
@@ -174,16 +176,7 @@ def _bad_communicators(schedule: Schedule, ranks: Mapping[Axes, int]) -> Iterato
 
 
 def _bad_regions(schedule: Schedule, op: Op) -> Iterator[str]:
-    match op:
-        case Free():
-            regions = [Region(op.buffer, 0, 0)]
-        case Deliver():
-            regions = [op.region]
-        case Caller():
-            regions = list(op.writes)
-        case _:
-            regions = [*op.reads, *op.writes]
-    for region in regions:
+    for region in (Region(op.buffer, 0, 0),) if isinstance(op, Free) else (*op.reads, *op.writes):
         if not 0 <= region.buffer < len(schedule.buffers):
             yield f"names buffer {region.buffer}, which does not exist"
         elif not 0 <= region.start <= region.stop <= schedule.buffers[region.buffer].numel:
