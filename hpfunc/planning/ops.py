@@ -13,6 +13,7 @@ from functools import cache
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 Stream = Literal["compute", "gather", "reduce_scatter", "all_reduce"]
+Purpose = Literal["gather", "reduce_scatter", "all_reduce"]
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 LocalKind = Literal[
     "pack_shards", "unpack_wholes", "accumulate", "pack_gradients", "zero", "sum_parts", "own", "copy", "scale"
@@ -89,7 +90,7 @@ def entire(buffer: int) -> Region:
 class Communicator:
     """A group of ranks that one kind of collective has for itself: two kinds on one would queue behind each other."""
 
-    purpose: Literal["gather", "reduce_scatter", "all_reduce"]
+    purpose: Purpose
     axes: tuple[str, ...]
 
     def __str__(self) -> str:

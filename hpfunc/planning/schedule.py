@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .ops import Buffer, Caller, Compute, Deliver, Free, Launch, Local, Op, Region, itemsize
+from .ops import Buffer, Op, Region
 from .policy import Policy
 from .program import Program
+from .text import lines
 
 # Note [Whose memory]
 # The allocator of a device keeps memory by stream. What was taken on a stream goes back to it as soon as the host drops
@@ -69,89 +70,4 @@ class Schedule:
         return buffer.name if whole else f"{buffer.name}[{region.start}:{region.stop}]"
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
-
-
-# --------------------------------------------------------------------------------------------------------------- text
-#
-# Exact: schedules that differ have texts that differ. One line for a buffer, one for an op, so that `diff` shows what
-# a change of policy changes.
-
-
-def _text(schedule: Schedule) -> Iterator[str]:
-    program, ops = schedule.program, tuple(schedule.ops)
-    yield f"schedule of {len(program.events)} events: {len(schedule.buffers)} buffers, {len(ops)} ops"
-    yield f"program {program.fingerprint}"
-    yield str(schedule.policy)
-    yield ""
-    yield from _table([_buffer_row(index, buffer) for index, buffer in enumerate(schedule.buffers)])
-    streams = max((len(op.stream) for op in ops), default=0)
-    names = max((len(op.name) for op in ops), default=0)
-    for slot in schedule.slots:
-        event = program.events[slot.event]
-        yield ""
-        yield f"{slot.when} {program.describe(event)} (event {slot.event})"
-        step = ""
-        for op in slot.ops:
-            previous, step = step, _step(schedule, op) if event.kind == "backward" and slot.when == "after" else ""
-            comment = f"  # {step}" if step and step != previous else ""
-            yield f"  {op.stream:{streams}}  {op.name:{names}}  {_describe(schedule, op)}{comment}"
-
-
-def _buffer_row(index: int, buffer: Buffer) -> tuple[str, ...]:
-    weight = "" if buffer.weight is None else f"weight {buffer.weight}"
-    size = f"{buffer.size_bytes} bytes"
-    return (str(index), buffer.name, buffer.kind, f"{buffer.numel} {buffer.dtype}", size, buffer.stream, weight)
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        yield f"  {'  '.join(cells)}".rstrip()
-
-
-def _describe(schedule: Schedule, op: Op) -> str:
-    waits = f", waits for {', '.join(op.waits)}" if op.waits else ""
-    match op:
-        case Free():
-            what, size = f"free {op.buffer}", schedule.buffers[op.buffer].size_bytes
-        case Deliver():
-            what, size = f"deliver {schedule.name(op.region)} as weight {op.weight}", _size(schedule, (op.region,))
-        case Caller():
-            written = ", ".join(map(schedule.name, op.writes)) or "()"
-            what, size = f"caller: -> {written}", _size(schedule, op.writes)
-        case _:
-            reads, writes = (", ".join(map(schedule.name, regions)) or "()" for regions in (op.reads, op.writes))
-            what, size = f"{_action(op)}: {reads} -> {writes}", _size(schedule, op.writes or op.reads)
-    return f"{what}, {size} bytes{waits}"
-
-
-def _size(schedule: Schedule, regions: tuple[Region, ...]) -> int:
-    return sum(region.numel * itemsize(schedule.buffers[region.buffer].dtype) for region in regions)
-
-
-def _action(op: Compute | Launch | Local) -> str:
-    match op:
-        case Compute():
-            return f"event {op.event}"
-        case Launch():
-            return f"{op.collective} over {op.communicator}"
-        case Local():
-            fields = [f"weights {', '.join(map(str, op.weights))}"] if op.weights else []
-            fields += [f"{op.parts} parts"] if op.parts != 1 else []
-            fields += [f"divisor {op.divisor}"] if op.divisor != 1 else []
-            return f"{op.kind} ({'; '.join(fields)})" if fields else op.kind
-
-
-def _step(schedule: Schedule, op: Op) -> str:
-    """Returns which of the four steps of a backward an op belongs to: see Note [The four steps of a backward]."""
-    kind = schedule.buffers[op.buffer].kind if isinstance(op, Free) else op.kind if isinstance(op, Local) else ""
-    if op.stream == "gather" or kind == "accumulate":
-        return ""
-    fills = isinstance(op, Local) and all(schedule.buffers[region.buffer].kind == "reduce" for region in op.writes)
-    if op.stream == "all_reduce" and not fills:
-        return "step 4"
-    if isinstance(op, Deliver) or kind in ("scale", "reduce") or (op.stream, kind) == ("compute", "copy"):
-        return "step 3"
-    return "step 2" if isinstance(op, Free) or kind == "sum_parts" else "step 1"
+        return "\n".join(lines(self))
