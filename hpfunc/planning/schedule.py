@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .ops import Buffer, Op, Region
+from .parsing import parsed
 from .policy import Policy
 from .program import Program
 from .text import lines
@@ -45,7 +46,8 @@ class Slot:
 class Schedule:
     """A plan for one program: buffers, and ops attached to the events of the program.
 
-    `slots` are in issue order and name each (event, when) at most once. ``str(schedule)`` is its exact text form.
+    `slots` are in issue order and name each (event, when) at most once. ``str(schedule)`` is its exact text form,
+    which `parse` reads.
     """
 
     program: Program
@@ -71,3 +73,28 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(lines(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Returns the schedule that a text is of: ``Schedule.parse(str(schedule)) == schedule``.
+
+        What follows from the rest is not read: counts, sizes in bytes, the fingerprint of the program, what an event
+        is, and comments. Whether the schedule is safe, `check` says.
+
+        Args:
+            text: as `str` writes it, edited by hand or not.
+
+        Raises:
+            ScheduleError: a line is not what it should be; the message has its number, and what was expected there.
+
+        >>> from hpfunc.planning.planner import plan
+        >>> from hpfunc.planning.policy import Policy
+        >>> from hpfunc.planning.program import Event, Program, Unit, Weight
+        >>> weight = Weight("w", 64, *["float32"] * 4, ("shard",), 4, (), 1, divisor=4)
+        >>> events = (Event("forward", 0), Event("end_step"))
+        >>> schedule = plan(Program((weight,), (Unit("layer", (0,)),), events), Policy())
+        >>> Schedule.parse(str(schedule)) == schedule
+        True
+        """
+        program, policy, buffers, slots = parsed(text)
+        return cls(program, policy, buffers, tuple(Slot(*slot) for slot in slots))

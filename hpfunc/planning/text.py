@@ -1,8 +1,8 @@
-"""The text of a schedule: `lines` writes it, all that the schedule is.
+"""The text of a schedule: `lines` writes it, and `planning.parsing` reads it back.
 
 One line for a buffer, one for an op, so that `diff` shows what a change of policy changes; at the end the program.
 Exact: schedules that differ have texts that differ. Counts, sizes in bytes, the fingerprint, what an event is, and
-comments follow from the rest; they are written for people.
+comments follow from the rest; they are written for people, and not read.
 """
 
 from __future__ import annotations
