@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
@@ -130,11 +131,46 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """The sizes of a collective. Of a message of parts, which are equal, one is for, or from, each rank.
+
+    Attributes:
+        sends_parts: a rank sends such a message, else one part.
+        receives_parts: it receives such a message, else one part.
+        rounds: how often a rank has to send all parts but its own, at least.
+        in_place: it receives where it has sent from, and the message need not have equal parts.
+    """
+
+    sends_parts: bool
+    receives_parts: bool
+    rounds: int = 1
+    in_place: bool = False
+
+    def fits(self, read: Region, write: Region, num_ranks: int) -> bool:
+        """Returns whether a rank can send the one and receive the other."""
+        if self.in_place:
+            return read == write
+        sent, received = (num_ranks if parts else 1 for parts in (self.sends_parts, self.receives_parts))
+        return read.numel % sent == 0 and write.numel == read.numel // sent * received
+
+    def sent_bytes(self, size_bytes: int, num_ranks: int) -> int:
+        """Returns what a rank has to send, at least, of messages of some bytes."""
+        return size_bytes * (num_ranks - 1) * self.rounds // (num_ranks if self.sends_parts else 1)
+
+
+COLLECTIVES: Mapping[Collective, Exchange] = {
+    "all_gather": Exchange(sends_parts=False, receives_parts=True),
+    "reduce_scatter": Exchange(sends_parts=True, receives_parts=False),  # the sum of the parts for this rank
+    "all_to_all": Exchange(sends_parts=True, receives_parts=True),  # part r comes from rank r
+    "all_reduce": Exchange(sends_parts=True, receives_parts=True, rounds=2, in_place=True),  # the sum
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Collectives over one communicator that go out together: ``reads[i]`` is sent, ``writes[i]`` received.
 
-    ``all_gather``: (n) to (ranks * n). ``all_to_all``: (ranks * n) to the same size, part r comes from rank r.
-    ``reduce_scatter``: (ranks * n) to (n), a sum. ``all_reduce``: in place, a sum; `reads` equals `writes`.
+    What a rank sends and receives, and how large that is, is in `COLLECTIVES`.
     """
 
     name: str
@@ -174,6 +210,34 @@ class Local:
     weights: tuple[int, ...] = ()
     parts: int = 1
     divisor: int = 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether its regions and numbers are those of its kind; not whether they hold what it needs."""
+        reads, writes, num_weights = self.reads, self.writes, len(self.weights)
+        one_to_one = len(reads) == len(writes) > 0
+        parts = self.parts if self.kind == "sum_parts" else 1
+        sizes_fit = all(read.numel == write.numel * parts for read, write in zip(reads, writes, strict=False))
+        match self.kind:
+            case "scale":
+                return one_to_one and reads == writes and self.divisor > 0
+            case "copy":
+                return one_to_one and sizes_fit
+            case "sum_parts":
+                return one_to_one and sizes_fit and self.parts > 0
+            case "own":
+                return one_to_one and sizes_fit and len(writes) == num_weights and self.divisor > 0
+            case "zero":
+                return len(writes) > 0 and not reads
+            case "pack_shards" | "pack_gradients":
+                return len(reads) == num_weights > 0 and len(writes) == 1 and self.divisor > 0
+            case "unpack_wholes":
+                return len(writes) == num_weights > 0 and len(reads) == 1
+            case "accumulate":
+                sums = list(zip(reads[::2], reads[1::2], writes, strict=False))
+                fits = len(reads) == 2 * len(writes) == 2 * len(sums) > 0 and num_weights in (0, len(writes))
+                fits = fits and all(a.numel == b.numel == total.numel for a, b, total in sums)
+                return fits and all(num_weights > 0 or total in (a, b) for a, b, total in sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ from .program import Event, Unit, Weight
 if TYPE_CHECKING:
     from .schedule import Schedule
 
-
 QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 PLAIN_WORD = r"[A-Za-z0-9_.-]+"
 _ENDS = ("", "  ", ", ", " -> ", " as weight ", "[0:1]")
@@ -84,9 +83,8 @@ def _word(word: str) -> str:
 
 def _call(value: Weight | Unit | Event) -> str:
     """Returns a value as Python writes it, without the fields that have their default."""
-    given = [(field.name, getattr(value, field.name)) for field in fields(value)]
-    defaults = {field.name: field.default for field in fields(value)}
-    shown = [f"{name}={found!r}" for name, found in given if found != defaults[name]]
+    found = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
+    shown = [f"{name}={given!r}" for name, given, default in found if given != default]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 

@@ -10,12 +10,13 @@ told here a second time: what gives memory away, which orders that needs, and wh
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..._errors import ScheduleError, message
 from ..ops import (
     ALIGN_BYTES,
+    COLLECTIVES,
     Caller,
     Communicator,
     Compute,
@@ -120,9 +121,9 @@ def _malformed(schedule: Schedule) -> Iterator[tuple[str, str]]:
         if isinstance(op, Launch):
             for text in _bad_sizes(schedule, op, ranks.get(op.communicator.axes, 1)):
                 yield op.name, text
-        elif isinstance(op, Local):
-            for text in _bad_local(schedule, op):
-                yield op.name, text
+        elif isinstance(op, Local) and not op.fits:
+            sizes = f"{len(op.reads)} reads and {len(op.writes)} writes of these sizes"
+            yield op.name, f"{op.kind} cannot have {sizes}"
 
 
 def _bad_names(schedule: Schedule) -> Iterator[tuple[str, str]]:
@@ -192,49 +193,10 @@ def _bad_sizes(schedule: Schedule, op: Launch, ranks: int) -> Iterator[str]:
         yield f"sends {len(op.reads)} messages and receives {len(op.writes)}"
         return
     for read, write in zip(op.reads, op.writes, strict=True):
-        match op.collective:
-            case "all_gather":
-                fits = write.numel == read.numel * ranks
-            case "reduce_scatter":
-                fits = read.numel == write.numel * ranks
-            case "all_to_all":
-                fits = read.numel == write.numel and read.numel % ranks == 0
-            case "all_reduce":
-                fits = read == write
-        if not fits:
+        if not COLLECTIVES[op.collective].fits(read, write, ranks):
             yield f"{op.collective} over {ranks} ranks from {schedule.name(read)} into {schedule.name(write)} cannot be"
         elif _dtype(schedule, read) != _dtype(schedule, write):
             yield f"sends {_dtype(schedule, read)} and receives {_dtype(schedule, write)}"
-
-
-def _bad_local(schedule: Schedule, op: Local) -> Iterator[str]:
-    """Yields what is wrong with the fields of a `Local`; what it reads is checked by meaning."""
-    pairs = list(zip(op.reads, op.writes, strict=False))
-    match op.kind:
-        case "scale":
-            fits = op.reads == op.writes and op.divisor > 0
-        case "copy":
-            fits = len(op.reads) == len(op.writes) and all(read.numel == write.numel for read, write in pairs)
-        case "sum_parts":
-            fits = len(op.reads) == len(op.writes) and op.parts > 0
-            fits = fits and all(read.numel == write.numel * op.parts for read, write in pairs)
-        case "zero":
-            fits = not op.reads
-        case "own":
-            fits = len(op.reads) == len(op.writes) == len(op.weights) > 0 and op.divisor > 0
-            fits = fits and all(read.numel == write.numel for read, write in pairs)
-        case "pack_shards" | "pack_gradients":
-            fits = len(op.reads) == len(op.weights) > 0 and len(op.writes) == 1 and op.divisor > 0
-        case "unpack_wholes":
-            fits = len(op.writes) == len(op.weights) > 0 and len(op.reads) == 1
-        case "accumulate":
-            sums = list(zip(op.reads[::2], op.reads[1::2], op.writes, strict=False))
-            fits = len(op.reads) == 2 * len(op.writes) == 2 * len(sums)
-            fits = fits and (not op.weights or len(op.weights) == len(op.writes))
-            fits = fits and all(a.numel == b.numel == total.numel for a, b, total in sums)
-            fits = fits and all(total in (a, b) or op.weights for a, b, total in sums)
-    if not fits or not op.writes:
-        yield f"{op.kind} cannot have {len(op.reads)} reads and {len(op.writes)} writes of these sizes"
 
 
 def _dtype(schedule: Schedule, region: Region) -> str:
@@ -251,9 +213,10 @@ def report(schedule: Schedule) -> Report:
     for op in schedule.ops:
         if isinstance(op, Launch):
             launches[op.collective] += 1
-            sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
+            size_bytes = _size_bytes(schedule, op.reads)
+            sent[op.collective] += COLLECTIVES[op.collective].sent_bytes(size_bytes, ranks[op.communicator.axes])
         elif isinstance(op, Local):
-            written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
+            written[op.kind] += _size_bytes(schedule, op.writes)
     hidden = hidden_launches(schedule)
     return Report(*_peaks(schedule), dict(launches), hidden, dict(sent), dict(written))
 
@@ -290,16 +253,8 @@ def _whole_bytes(schedule: Schedule, buffer: int) -> int:
     return found.size_bytes if found.kind in ("whole", "gathered") else 0
 
 
-def _size_bytes(schedule: Schedule, region: Region) -> int:
-    return region.numel * itemsize(_dtype(schedule, region))
-
-
-def _sent_bytes(schedule: Schedule, op: Launch, ranks: int) -> int:
-    """Returns what a rank has to send at least: all but its own part, for an all-reduce twice."""
-    size_bytes = sum(_size_bytes(schedule, region) for region in op.reads)
-    if op.collective == "all_gather":
-        return size_bytes * (ranks - 1)
-    return size_bytes * (ranks - 1) * (2 if op.collective == "all_reduce" else 1) // ranks
+def _size_bytes(schedule: Schedule, regions: Iterable[Region]) -> int:
+    return sum(region.numel * itemsize(_dtype(schedule, region)) for region in regions)
 
 
 def _units_of_buffers(schedule: Schedule) -> dict[int, set[int]]:
