@@ -46,7 +46,7 @@ class PeerError(HpfuncError, RuntimeError):
 
 
 class ScheduleError(HpfuncError, RuntimeError):
-    """A schedule is not safe to run."""
+    """A schedule is not safe to run, or its text cannot be read."""
 
 
 class LoweringError(HpfuncError, RuntimeError):

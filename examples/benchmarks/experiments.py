@@ -33,7 +33,8 @@ from variants import Task, Variant, train_hpfunc
 import hpfunc as hp
 from hpfunc import backends
 from hpfunc._running.planned import Planned, Prepared
-from hpfunc.planning.schedule import Local, Op
+from hpfunc._transforms.plans import Plans
+from hpfunc.planning.ops import Local, Op
 
 NETWORK = "1gbit,250mbit,2"
 LENGTHS = {
@@ -147,20 +148,31 @@ class WatchedStep(hp.ShardedStep):
         zero_copy: bool,
     ) -> None:
         super().__init__(fn, mesh, None, None, policy, donate_argnums, False)
+        self._plans = WatchedPlans(mesh, policy, watch, zero_copy)
+
+
+class WatchedPlans(Plans):
+    """Plans whose execution is watched, and which copy between staging buffers unless `zero_copy`."""
+
+    def __init__(self, mesh: hp.Mesh, policy: hp.Policy, watch: Watch, zero_copy: bool) -> None:
+        super().__init__(mesh, policy)
         self._watch, self._zero_copy = watch, zero_copy
 
-    def _plan(self, program: hp.Program, *, measures: bool) -> hp.Schedule:
-        schedule = super()._plan(program, measures=measures)
+    def make(self, program: hp.Program, *, measures: bool) -> hp.Schedule:
+        """Plans a program, and puts staging buffers in unless it is to copy nothing."""
+        schedule = super().make(program, measures=measures)
         if not self._zero_copy:
             schedule = staged(schedule)
             hp.check(schedule)
         return schedule
 
-    def _learn(self, session: Any, known: Any, expected: str) -> None:
-        super()._learn(session, known, expected)
-        for program, prepared in self._plans.items():
+    def learn(self, session: Any, history: Any, expected: str) -> hp.Schedule:
+        """Keeps what a call ran, watched from the next call on."""
+        schedule = super().learn(session, history, expected)
+        for program, prepared in self.kept.items():
             if not isinstance(prepared, _Timed):
-                self._plans[program] = _Timed(prepared.schedule, self._watch)
+                self.kept[program] = _Timed(prepared.schedule, self._watch)
+        return schedule
 
 
 def train(task: Task, choice: Choice) -> Variant:

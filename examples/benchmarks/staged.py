@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from hpfunc import Schedule
 from hpfunc.planning.builder import derive_waits
-from hpfunc.planning.leaving import touched
-from hpfunc.planning.schedule import Buffer, BufferKind, Free, Launch, Local, Op, Region, Slot, Stream
+from hpfunc.planning.ops import Buffer, BufferKind, Free, Launch, Local, Op, Region, Slot, Stream
 
 
 def staged(schedule: Schedule) -> Schedule:
@@ -105,7 +104,8 @@ class _Rewriting:
 
     def _arrived(self, op: Op) -> Iterator[Op]:
         """Copies what an op touches to where it belongs, and frees what was needed to send and receive it."""
-        for arrival in [a for a in self._arrivals if any(a.target.overlaps(region) for region in touched(op))]:
+        touched = (*op.reads, *op.writes)
+        for arrival in [a for a in self._arrivals if any(map(a.target.overlaps, touched))]:
             self._arrivals.remove(arrival)
             if arrival.landed is not None:
                 stream = self.buffers[arrival.target.buffer].stream

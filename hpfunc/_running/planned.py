@@ -9,8 +9,9 @@ from typing import Any
 
 from .._values.layout import Gather
 from ..planning.checking.symbolic_run import scattered
-from ..planning.leaving import to_finish, touched
-from ..planning.schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ..planning.leaving import to_finish
+from ..planning.ops import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region
+from ..planning.schedule import Schedule
 from .blocks import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 from .context import current_timeline
 from .session import Session
@@ -56,11 +57,12 @@ class Prepared:
         # touches, has to wait for it. On a device these waits cost nothing.
         launched: dict[int, list[tuple[Region, int]]] = {}
         for i, op in enumerate(self.ops):
-            for region in touched(op):
+            touched = (*op.reads, *op.writes)
+            for region in touched:
                 before = launched.get(region.buffer, ())
                 self.waits[i] += [j for other, j in before if other.overlaps(region) and j not in self.waits[i]]
             if isinstance(op, Launch):
-                for region in (*op.reads, *op.writes):
+                for region in touched:
                     launched.setdefault(region.buffer, []).append((region, i))
 
 

@@ -15,10 +15,11 @@ from .._running.predict import predict
 from .._running.session import Session
 from .._values.mesh import Mesh
 from ..planning.checking.checker import Report, check
+from ..planning.ops import itemsize
 from ..planning.planner import Traits, plan
 from ..planning.policy import Policy
 from ..planning.program import Program, Unit, dotted
-from ..planning.schedule import Schedule, itemsize
+from ..planning.schedule import Schedule
 from ..planning.windows import check_policy, unmatched
 
 _NAME = "hpfunc.sharded"

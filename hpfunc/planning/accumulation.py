@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from .builder import Draft
+from .ops import Region
 from .program import Program
 from .reduce_buffers import Bundle, Member, Share, key_of, lay_out, merged
-from .schedule import Region
 
 # Note [Where a carried shard lives]
 # In the reduce buffer in which the first backward has scattered it, if that has the dtype in which gradients

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
-from .policy import Policy
-from .program import Event, Program
-from .schedule import (
+from .ops import (
     Buffer,
     BufferKind,
     Caller,
@@ -27,10 +25,12 @@ from .schedule import (
     LocalKind,
     Op,
     Region,
-    Schedule,
     Slot,
     Stream,
 )
+from .policy import Policy
+from .program import Event, Program
+from .schedule import Schedule
 
 
 class Draft:
@@ -96,13 +96,11 @@ class Draft:
     def compute(self, event: Event, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         """Writes down the unit's own work at an event."""
         name = self._unique(f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}")
-        waits = self._before(name, "compute", reads, writes)
-        self._issue(Compute(name, index, tuple(reads), tuple(writes), waits))
+        self._issue(Compute(name, index, tuple(reads), tuple(writes)))
 
     def caller(self, name: str, weights: Iterable[int] = ()) -> None:
         """Says that the caller has written the shards of some weights by now, or may write them from now on."""
-        name, writes = self._unique(name), tuple(map(self.shard, weights))
-        self._issue(Caller(name, writes, self._before(name, "compute", (), writes)))
+        self._issue(Caller(self._unique(name), tuple(map(self.shard, weights))))
 
     def launch(
         self,
@@ -113,9 +111,8 @@ class Draft:
         writes: Sequence[Region],
     ) -> None:
         """Issues collectives on the stream of the communicator's purpose, so that it is never on two."""
-        name, stream = self._unique(name), communicator.purpose
-        waits = self._before(name, stream, reads, writes)
-        self._issue(Launch(name, collective, communicator, stream, tuple(reads), tuple(writes), waits))
+        stream = communicator.purpose
+        self._issue(Launch(self._unique(name), collective, communicator, stream, tuple(reads), tuple(writes)))
 
     def local(
         self,
@@ -130,23 +127,16 @@ class Draft:
         divisor: int = 1,
     ) -> None:
         """Writes down local work."""
-        name = self._unique(name)
-        waits = self._before(name, stream, reads, writes)
-        self._issue(Local(name, kind, stream, tuple(reads), tuple(writes), waits, weights, parts, divisor))
+        self._issue(Local(self._unique(name), kind, stream, tuple(reads), tuple(writes), (), weights, parts, divisor))
 
     def free(self, region: Region) -> None:
         """Frees the region's buffer, on the buffer's own stream."""
         buffer = self._buffers[region.buffer]
-        name = f"free {buffer.name}"
-        waits = self._waits.before_free(name, buffer.stream, region.buffer)
-        self._issue(Free(name, region.buffer, buffer.stream, waits))
+        self._issue(Free(f"free {buffer.name}", region.buffer, buffer.stream))
 
     def deliver(self, weight: int, region: Region) -> None:
         """Hands a region to the caller, as the gradient of a weight."""
-        name = self._unique(f"deliver {self.weight(weight)}")
-        # Whoever gets a gradient may do anything with it: a write.
-        waits = self._waits.before(name, "compute", (), (region,))
-        self._issue(Deliver(name, weight, region, waits))
+        self._issue(Deliver(self._unique(f"deliver {self.weight(weight)}"), weight, region))
 
     def schedule(self) -> Schedule:
         """Returns the schedule."""
@@ -158,20 +148,17 @@ class Draft:
         """The weights whose shards are in use."""
         return tuple(sorted(self._shards))
 
-    def _before(self, name: str, stream: Stream, reads: Sequence[Region], writes: Sequence[Region]) -> tuple[str, ...]:
-        """Returns what an op waits for; before it begins memory of another stream, that stream gets a `Caller`."""
-        owners = self._waits.owners(stream, writes, self._buffers)
-        assert owners <= {"compute"}, f"{name} begins memory that nobody hands over"
-        if owners and not self._waits.knows_caller:
-            self.caller("now")
-        return self._waits.before(name, stream, reads, writes, after_compute=bool(owners))
-
     def _add(self, buffer: Buffer) -> Region:
         self._buffers.append(buffer)
         return Region(len(self._buffers) - 1, 0, buffer.numel)
 
     def _issue(self, op: Op) -> None:
-        self._slots[-1][2].append(op)
+        """Issues an op after what it waits for; before it begins memory of another stream, that gets a `Caller`."""
+        owners = self._waits.owners(op, self._buffers)
+        assert owners <= {"compute"}, f"{op.name} begins memory that nobody hands over"
+        if owners and not self._waits.knows_caller:
+            self.caller("now")
+        self._slots[-1][2].append(self._waits.ordered(op, begins_foreign=bool(owners)))
 
     def _unique(self, name: str) -> str:
         count = self._names[name] = self._names.get(name, 0) + 1
@@ -202,12 +189,8 @@ def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot
     for slot in slots:
         if slot.when == "before":
             waits.caller_works()
-        ops: list[Op] = []
-        for op in slot.ops:
-            writes = () if isinstance(op, (Free, Deliver)) else op.writes
-            foreign = waits.owners(op.stream, writes, buffers)
-            ops.append(replace(op, waits=waits.of(op, after_compute=bool(foreign))))
-        derived.append(replace(slot, ops=tuple(ops)))
+        ops = tuple(waits.ordered(op, begins_foreign=bool(waits.owners(op, buffers))) for op in slot.ops)
+        derived.append(replace(slot, ops=ops))
     return tuple(derived)
 
 
@@ -235,56 +218,47 @@ class _Waits:
         """Whether an op of the compute stream says what the caller has done so far."""
         return self._computed is not None
 
-    def owners(self, stream: Stream, writes: Sequence[Region], buffers: Sequence[Buffer]) -> set[Stream]:
-        """Returns the other streams to which the memory belongs that an op of `stream` begins."""
-        begun: set[Stream] = {buffers[r.buffer].stream for r in writes if not self._uses.get(r.buffer)}
-        begun.discard(stream)
+    def owners(self, op: Op, buffers: Sequence[Buffer]) -> set[Stream]:
+        """Returns the other streams to which the memory belongs that an op begins."""
+        begun: set[Stream] = {buffers[r.buffer].stream for r in op.writes if not self._uses.get(r.buffer)}
+        begun.discard(op.stream)
         return begun
 
     def caller_works(self) -> None:
         """The caller does something of its own on the compute stream."""
         self._computed = None
 
-    def of(self, op: Op, *, after_compute: bool) -> tuple[str, ...]:
-        """Returns what an op has to wait for, which is issued now."""
-        match op:
-            case Free():
-                return self.before_free(op.name, op.stream, op.buffer)
-            case Deliver():
-                return self.before(op.name, op.stream, (), (op.region,))
-            case Caller():
-                return self.before(op.name, op.stream, (), op.writes)
-            case _:
-                return self.before(op.name, op.stream, op.reads, op.writes, after_compute=after_compute)
-
-    def before(
-        self,
-        name: str,
-        stream: Stream,
-        reads: Sequence[Region],
-        writes: Sequence[Region],
-        *,
-        after_compute: bool = False,
-    ) -> tuple[str, ...]:
-        """Returns what an op has to wait for, which is issued now and reads and writes some regions.
+    def ordered(self, op: Op, *, begins_foreign: bool) -> Op:
+        """Returns an op, which is issued now, with what it has to wait for.
 
         Args:
-            name: of the op.
-            stream: of the op.
-            reads: what it reads.
-            writes: what it writes.
-            after_compute: it begins memory of the compute stream.
+            op: whose own waits do not count.
+            begins_foreign: it begins memory of another stream, the compute stream.
         """
-        index = len(self._issued)
-        conflicts = self._conflicts(index, reads, writes)
-        if after_compute and self._computed is not None:
+        index, lane, names = len(self._issued), _LANES[op.stream], list[str]()
+        conflicts = self._conflicts(index, op)
+        if begins_foreign and self._computed is not None:
             conflicts.add(self._computed)
-        return self._issue(name, stream, conflicts - {index})
+        if self._issued:
+            conflicts.add(0)  # the beginning of the step, or what a stream begins with has waited for it
+        if op.stream == "compute":
+            self._computed = index
+        clock = self._last[lane].copy()
+        # The latest first: it may have waited for the others.
+        for other in (self._issued[i] for i in sorted(conflicts - {index}, reverse=True)):
+            if clock[other.lane] < other.clock[other.lane] and other.lane != lane:
+                names.append(other.name)
+                clock = list(map(max, clock, other.clock))
+        clock[lane] += 1
+        self._last[lane] = clock
+        self._issued.append(_Issued(op.name, lane, clock))
+        waits = tuple(reversed(names))
+        return op if op.waits == waits else replace(op, waits=waits)
 
-    def _conflicts(self, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> set[int]:
+    def _conflicts(self, index: int, op: Op) -> set[int]:
         """Returns the ops that have touched what an op touches, one of the two writing."""
         conflicts = set[int]()
-        for regions, writing in ((reads, False), (writes, True)):
+        for regions, writing in ((op.reads, False), (op.writes, True)):
             for region in regions:
                 uses = self._uses[region.buffer]
                 for other, written, user in uses:
@@ -294,25 +268,3 @@ class _Waits:
                     conflicts.add(uses[0][2])  # it has begun the buffer
                 uses.append((region, writing, index))
         return conflicts
-
-    def before_free(self, name: str, stream: Stream, buffer: int) -> tuple[str, ...]:
-        """Returns what a `Free` has to wait for, which is issued now."""
-        return self._issue(name, stream, {index for _, _, index in self._uses[buffer]})
-
-    def _issue(self, name: str, stream: Stream, conflicts: set[int]) -> tuple[str, ...]:
-        lane, waits = _LANES[stream], ()
-        clock = self._last[lane].copy()
-        if self._issued:
-            conflicts.add(0)  # the beginning of the step, or what a stream begins with has waited for it
-        if stream == "compute":
-            self._computed = len(self._issued)
-        # The latest first: it may have waited for the others.
-        for index in sorted(conflicts, reverse=True):
-            other = self._issued[index]
-            if clock[other.lane] < other.clock[other.lane] and other.lane != lane:
-                waits = (other.name, *waits)
-                clock = list(map(max, clock, other.clock))
-        clock[lane] += 1
-        self._last[lane] = clock
-        self._issued.append(_Issued(name, lane, clock))
-        return waits

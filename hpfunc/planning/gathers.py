@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from .builder import Draft
 from .messages import is_received_in_place
+from .ops import Communicator, Region, Stream
 from .program import COMPUTES
-from .schedule import Communicator, Region, Stream
 from .windows import Windows
 
 

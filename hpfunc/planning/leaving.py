@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from .ops import Caller, Compute, Free, Launch, Local
+from .schedule import Schedule
 
 # Note [Leaving a plan]
 # Gathered weights are dropped, and no more are gathered. For a reduction there are three cases:
@@ -14,17 +15,6 @@ from .schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region,
 #   take place there and add to any gradient: nothing is launched, scaled or delivered. The session gets whole and
 #   scattered gradients (`checking.symbolic_run.scattered`), and the next driver reduces them.
 # - Delivered: the session has the gradient already; nothing is left to do.
-
-
-def touched(op: Op) -> tuple[Region, ...]:
-    """Returns all that an op reads, writes or gives away."""
-    if isinstance(op, Free):
-        return (Region(op.buffer, 0, 1 << 62),)
-    if isinstance(op, Deliver):
-        return (op.region,)
-    if isinstance(op, Caller):
-        return op.writes
-    return (*op.reads, *op.writes)
 
 
 def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
@@ -39,7 +29,7 @@ def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
     arrived: set[int] = set()  # buffers that hold what a reduce-scatter has brought
     is_ahead = False  # of a forward that the plan expects
     for index, (op, done) in enumerate(zip(schedule.ops, issued, strict=True)):
-        buffers = {region.buffer for region in touched(op)}
+        buffers = {region.buffer for region in (*op.reads, *op.writes)}
         scatters = op.stream == "reduce_scatter"
         awaits = (scatters or isinstance(op, Local)) and op.stream != "compute" and bool(buffers & arrived)
         if not done:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from .ops import itemsize
 from .policy import Policy
 from .program import Program
-from .schedule import itemsize
 
 
 def messages(program: Program, weights: tuple[int, ...], policy: Policy) -> list[tuple[int, ...]]:

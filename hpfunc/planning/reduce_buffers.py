@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from .builder import Draft
 from .messages import messages
+from .ops import ALIGN_BYTES, Region, itemsize
 from .policy import Policy
 from .program import Program, Weight
-from .schedule import ALIGN_BYTES, Region, itemsize
 
 Key = tuple[tuple[str, ...], str, int]
 

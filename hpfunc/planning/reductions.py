@@ -9,9 +9,9 @@ from typing import Literal
 
 from .accumulation import Carried, carries_shards
 from .builder import Draft
+from .ops import Communicator, Region
 from .program import Program, Weight
 from .reduce_buffers import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
-from .schedule import Communicator, Region
 
 # Note [The four steps of a backward]
 # k counts units down; the gradients of unit k are ready after its backward. Then, in this order:

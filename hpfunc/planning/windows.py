@@ -8,9 +8,9 @@ from typing import cast
 
 from .._errors import PolicyError, message
 from .messages import gathered_messages, is_received_in_place
+from .ops import itemsize
 from .policy import Policy, Release
 from .program import COMPUTES, Program
-from .schedule import itemsize
 
 # Note [The units near an event]
 # The units *near* event i are the first `depth + 1` different ones that are used from i on; units that need no

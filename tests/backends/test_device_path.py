@@ -15,7 +15,7 @@ from hpfunc.backends import get
 from hpfunc.backends.torch import backend as _torch
 from hpfunc.backends.torch import collectives as _torch_collectives
 from hpfunc.backends.torch import streams as _torch_streams
-from hpfunc.planning.schedule import Compute
+from hpfunc.planning.ops import Compute
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of
 from tests.steps.test_execute import data, layers, local_leaves, step

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hpfunc.planning.checking.checker import check
 from hpfunc.planning.checking.interpreter import interpret
 from hpfunc.planning.checking.reference import World, reference
+from hpfunc.planning.ops import Launch, Local, Region, itemsize
 from hpfunc.planning.planner import plan
-from hpfunc.planning.schedule import Launch, Local, Region, Schedule, itemsize
+from hpfunc.planning.schedule import Schedule
 from tests.examples.test_parallel import EXAMPLES
 from tests.helpers.ranks import Pool
 from tests.planning.programs import Case, cases

@@ -13,7 +13,8 @@ from itertools import takewhile
 from typing import Literal
 
 from hpfunc.planning.checking.checker import find_violations
-from hpfunc.planning.schedule import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Schedule, Slot
+from hpfunc.planning.ops import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Slot
+from hpfunc.planning.schedule import Schedule
 from tests.judge.explore import Rules, judge
 from tests.judge.world import World
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpfunc.planning.schedule import Launch, Schedule
+from hpfunc.planning.ops import Launch
+from hpfunc.planning.schedule import Schedule
 from tests.judge.graph import Graph
 from tests.judge.host import unrunnable
 from tests.judge.machine import Machine, State, WrongError

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hpfunc.planning.schedule import Communicator, Launch
+from hpfunc.planning.ops import Communicator, Launch
 from tests.judge.works import Life, Rank, Work
 from tests.judge.world import World
 

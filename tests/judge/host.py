@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hpfunc.planning.schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from hpfunc.planning.ops import Compute, Deliver, Free, Launch, Local, Op, Region
+from hpfunc.planning.schedule import Schedule
 from tests.judge.works import in_order
 from tests.judge.world import COMPUTES, World
 

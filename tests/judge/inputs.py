@@ -7,10 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+from hpfunc.planning.ops import Launch, Local
 from hpfunc.planning.planner import Traits
 from hpfunc.planning.policy import Policy, Release
 from hpfunc.planning.program import Event, Program, Unit, Weight
-from hpfunc.planning.schedule import Launch, Local, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.planning.mutants import MUTATIONS, flat, put, rebuilt
 from tests.planning.programs import AXES, Case, random_calls, random_weight
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpfunc.planning.ops import Local
 from hpfunc.planning.program import Weight
-from hpfunc.planning.schedule import Local
 from tests.judge.terms import ABSENT, Terms, cast, divide
 from tests.judge.world import World, cut, joined, padded
 

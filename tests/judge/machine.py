@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpfunc.planning.schedule import Communicator, Compute, Deliver, Launch, Local
+from hpfunc.planning.ops import Communicator, Compute, Deliver, Launch, Local
 from tests.judge.graph import Graph
 from tests.judge.locals import LOCALS, Inputs
 from tests.judge.terms import ABSENT, CALLERS, NOTHING, Terms

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from hpfunc.planning.checking.checker import find_violations
+from hpfunc.planning.ops import Communicator, Free, Launch, Local
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
-from hpfunc.planning.schedule import Communicator, Free, Launch, Local, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.judge.explore import Verdict, judge
 from tests.judge.inputs import mutated, small_case
 from tests.judge.works import Rules

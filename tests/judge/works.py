@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from hpfunc.planning.schedule import Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
+from hpfunc.planning.ops import Compute, Deliver, Free, Launch, Local, Op, Region, Slot
+from hpfunc.planning.schedule import Schedule
 from tests.judge.world import World
 
 

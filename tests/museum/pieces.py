@@ -21,8 +21,9 @@ from hpfunc._errors import ScheduleError
 from hpfunc.planning.checking.checker import check, find_violations
 from hpfunc.planning.checking.interpreter import interpret
 from hpfunc.planning.checking.reference import Outcome, World, reference
+from hpfunc.planning.ops import Compute, Op, Region
 from hpfunc.planning.program import Carry, Event, Program
-from hpfunc.planning.schedule import Compute, Op, Region, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.planning.mutants import NUM_STEPS, flat, put, rebuilt, renamed, without_wait
 from tests.planning.programs import STEP, stack, weight
 

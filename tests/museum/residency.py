@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpfunc.planning.schedule import Launch, Schedule
+from hpfunc.planning.ops import Launch
+from hpfunc.planning.schedule import Schedule
 from tests.museum.pieces import happens_before
 
 

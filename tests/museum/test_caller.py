@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hpfunc.planning.ops import Local
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
-from hpfunc.planning.schedule import Local
 from tests.museum.pieces import HSDP, inserted, judge, left_out, micro_batches, moved, named, not_ordered, rebuffered
 from tests.planning.mutants import flat, rebuilt
 from tests.planning.programs import layers

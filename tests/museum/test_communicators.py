@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hpfunc.planning.checking.checker import check
+from hpfunc.planning.ops import Launch
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
-from hpfunc.planning.schedule import Launch
 from tests.museum.pieces import HSDP, changed, judge, moved, named
 from tests.museum.residency import Device, can_hang
 from tests.planning.programs import layers

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hpfunc.planning.ops import Local
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
-from hpfunc.planning.schedule import Local
 from tests.museum.pieces import (
     HSDP,
     changed,

@@ -17,21 +17,9 @@ from hpfunc.planning.builder import derive_waits
 from hpfunc.planning.checking.checker import find_violations
 from hpfunc.planning.checking.interpreter import interpret
 from hpfunc.planning.checking.reference import Outcome, World, reference
+from hpfunc.planning.ops import Buffer, Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Slot
 from hpfunc.planning.planner import plan
-from hpfunc.planning.schedule import (
-    Buffer,
-    Caller,
-    Communicator,
-    Compute,
-    Deliver,
-    Free,
-    Launch,
-    Local,
-    Op,
-    Region,
-    Schedule,
-    Slot,
-)
+from hpfunc.planning.schedule import Schedule
 from tests.planning.programs import Case, random_case
 
 Mutation = Callable[[Random, Schedule], Schedule | None]

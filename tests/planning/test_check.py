@@ -10,10 +10,11 @@ import pytest
 
 from hpfunc._errors import ScheduleError
 from hpfunc.planning.checking.checker import check, find_violations
+from hpfunc.planning.ops import Communicator, Free, Local, Op, Region
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from hpfunc.planning.program import Event, Program, Unit
-from hpfunc.planning.schedule import Communicator, Free, Local, Op, Region, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.planning.mutants import flat, put, rebuilt
 from tests.planning.programs import STEP, layers, stack, weight
 

@@ -10,10 +10,11 @@ import pytest
 from hpfunc._errors import ScheduleError
 from hpfunc.planning.checking.interpreter import interpret
 from hpfunc.planning.checking.reference import Outcome, World, cut_blocks, join_blocks, reference
+from hpfunc.planning.ops import Deliver
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from hpfunc.planning.program import Weight
-from hpfunc.planning.schedule import Deliver, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.planning.mutants import NUM_STEPS, flat, put
 from tests.planning.programs import layers, weight
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from hpfunc.planning.checking.checker import check
+from hpfunc.planning.ops import Launch
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
-from hpfunc.planning.schedule import Launch, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.planning.programs import layers, stack, three_units, two_backwards, weight
 
 FSDP = {"shard": 4}

@@ -10,10 +10,11 @@ from time import perf_counter
 import pytest
 
 from hpfunc.planning.checking.checker import check
+from hpfunc.planning.ops import ALIGN_BYTES, Deliver, Free, Launch, Local
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy, Release
 from hpfunc.planning.program import Event, Program, Unit
-from hpfunc.planning.schedule import ALIGN_BYTES, Deliver, Free, Launch, Local, Schedule
+from hpfunc.planning.schedule import Schedule
 from tests.planning.programs import STEP, layers, stack, three_units, weight
 
 FSDP = {"shard": 4}

@@ -9,10 +9,22 @@ from typing import Any
 import pytest
 
 from hpfunc._errors import PolicyError
+from hpfunc.planning.ops import (
+    Buffer,
+    Caller,
+    Communicator,
+    Compute,
+    Deliver,
+    Free,
+    Launch,
+    Local,
+    Op,
+    Region,
+    itemsize,
+)
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from hpfunc.planning.program import Event, Program, Unit
-from hpfunc.planning.schedule import Buffer, Communicator, Region, itemsize
 from tests.planning.programs import layers, three_units, weight
 
 FSDP = {"shard": 4}
@@ -97,3 +109,20 @@ def test_equal_names_are_told_apart() -> None:
     names = [op.name for op in plan(program, Policy()).ops]
     assert len(set(names)) == len(names)
     assert "gather block[1]" in names
+
+
+def test_every_op_declares_what_it_touches() -> None:
+    whole, part = Region(0, 0, 4), Region(0, 1, 2)
+    group = Communicator("gather", ("shard",))
+    ops: list[Op] = [
+        Compute("compute", 0, (part,), (whole,)),
+        Launch("launch", "all_gather", group, "gather", (part,), (whole,)),
+        Local("local", "copy", "gather", (part,), (whole,)),
+    ]
+    assert {(op.reads, op.writes, op.waits) for op in ops} == {((part,), (whole,), ())}
+    given: list[Op] = [Caller("caller", (part,)), Deliver("deliver", 0, part)]
+    assert {(op.reads, op.writes, op.stream) for op in given} == {((), (part,), "compute")}
+    free = Free("free", 0, "gather")
+    assert free.reads == ()
+    assert all(free.writes[0].overlaps(region) for region in (whole, part, Region(0, 0, 0), Region(0, 4, 4)))
+    assert not free.writes[0].overlaps(Region(1, 0, 4))

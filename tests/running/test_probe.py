@@ -17,8 +17,8 @@ import hpfunc as hp
 from hpfunc._running import link_probe as _probe
 from hpfunc._running.agreement import control
 from hpfunc.backends import get
+from hpfunc.planning.ops import Launch
 from hpfunc.planning.planner import plan
-from hpfunc.planning.schedule import Launch
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.planning.programs import layers as planned_layers

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hpfunc as hp
-from hpfunc.planning.schedule import Launch
+from hpfunc.planning.ops import Launch
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
 from tests.helpers.models import sgd

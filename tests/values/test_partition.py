@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hpfunc as hp
 from hpfunc._values.array import is_sharded
 from hpfunc._values.tree import dotted_paths
-from hpfunc.planning.schedule import Launch
+from hpfunc.planning.ops import Launch
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
 from tests.helpers.ranks import Pool, mesh_of

@@ -2,18 +2,21 @@
 
 Three questions, each with its own module: is it well formed (here), does every timing show what its order means
 (`planning.checking.races`), and does that order compute what the program asks for (`planning.checking.symbolic_run`)?
+
+What an op declares, its fields, `reads`, `writes` and sizes (`planning.ops`), is taken from there; what is proved is
+told here a second time: what gives memory away, which orders that needs, and which values the ops leave.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..._errors import ScheduleError, message
-from ..program import COMPUTES
-from ..schedule import (
+from ..ops import (
     ALIGN_BYTES,
+    COLLECTIVES,
     Caller,
     Communicator,
     Compute,
@@ -23,10 +26,11 @@ from ..schedule import (
     Local,
     Op,
     Region,
-    Schedule,
     Slot,
     itemsize,
 )
+from ..program import COMPUTES
+from ..schedule import Schedule
 from .races import hidden_launches, unsafe_ops
 from .symbolic_run import num_ranks, wrong_meanings
 from .symbols import Axes
@@ -118,9 +122,9 @@ def _malformed(schedule: Schedule) -> Iterator[tuple[str, str]]:
         if isinstance(op, Launch):
             for text in _bad_sizes(schedule, op, ranks.get(op.communicator.axes, 1)):
                 yield op.name, text
-        elif isinstance(op, Local):
-            for text in _bad_local(schedule, op):
-                yield op.name, text
+        elif isinstance(op, Local) and not op.fits:
+            sizes = f"{len(op.reads)} reads and {len(op.writes)} writes of these sizes"
+            yield op.name, f"{op.kind} cannot have {sizes}"
 
 
 def _bad_names(schedule: Schedule) -> Iterator[tuple[str, str]]:
@@ -174,16 +178,7 @@ def _bad_communicators(schedule: Schedule, ranks: Mapping[Axes, int]) -> Iterato
 
 
 def _bad_regions(schedule: Schedule, op: Op) -> Iterator[str]:
-    match op:
-        case Free():
-            regions = [Region(op.buffer, 0, 0)]
-        case Deliver():
-            regions = [op.region]
-        case Caller():
-            regions = list(op.writes)
-        case _:
-            regions = [*op.reads, *op.writes]
-    for region in regions:
+    for region in (Region(op.buffer, 0, 0),) if isinstance(op, Free) else (*op.reads, *op.writes):
         if not 0 <= region.buffer < len(schedule.buffers):
             yield f"names buffer {region.buffer}, which does not exist"
         elif not 0 <= region.start <= region.stop <= schedule.buffers[region.buffer].numel:
@@ -199,49 +194,10 @@ def _bad_sizes(schedule: Schedule, op: Launch, ranks: int) -> Iterator[str]:
         yield f"sends {len(op.reads)} messages and receives {len(op.writes)}"
         return
     for read, write in zip(op.reads, op.writes, strict=True):
-        match op.collective:
-            case "all_gather":
-                fits = write.numel == read.numel * ranks
-            case "reduce_scatter":
-                fits = read.numel == write.numel * ranks
-            case "all_to_all":
-                fits = read.numel == write.numel and read.numel % ranks == 0
-            case "all_reduce":
-                fits = read == write
-        if not fits:
+        if not COLLECTIVES[op.collective].fits(read, write, ranks):
             yield f"{op.collective} over {ranks} ranks from {schedule.name(read)} into {schedule.name(write)} cannot be"
         elif _dtype(schedule, read) != _dtype(schedule, write):
             yield f"sends {_dtype(schedule, read)} and receives {_dtype(schedule, write)}"
-
-
-def _bad_local(schedule: Schedule, op: Local) -> Iterator[str]:
-    """Yields what is wrong with the fields of a `Local`; what it reads is checked by meaning."""
-    pairs = list(zip(op.reads, op.writes, strict=False))
-    match op.kind:
-        case "scale":
-            fits = op.reads == op.writes and op.divisor > 0
-        case "copy":
-            fits = len(op.reads) == len(op.writes) and all(read.numel == write.numel for read, write in pairs)
-        case "sum_parts":
-            fits = len(op.reads) == len(op.writes) and op.parts > 0
-            fits = fits and all(read.numel == write.numel * op.parts for read, write in pairs)
-        case "zero":
-            fits = not op.reads
-        case "own":
-            fits = len(op.reads) == len(op.writes) == len(op.weights) > 0 and op.divisor > 0
-            fits = fits and all(read.numel == write.numel for read, write in pairs)
-        case "pack_shards" | "pack_gradients":
-            fits = len(op.reads) == len(op.weights) > 0 and len(op.writes) == 1 and op.divisor > 0
-        case "unpack_wholes":
-            fits = len(op.writes) == len(op.weights) > 0 and len(op.reads) == 1
-        case "accumulate":
-            sums = list(zip(op.reads[::2], op.reads[1::2], op.writes, strict=False))
-            fits = len(op.reads) == 2 * len(op.writes) == 2 * len(sums)
-            fits = fits and (not op.weights or len(op.weights) == len(op.writes))
-            fits = fits and all(a.numel == b.numel == total.numel for a, b, total in sums)
-            fits = fits and all(total in (a, b) or op.weights for a, b, total in sums)
-    if not fits or not op.writes:
-        yield f"{op.kind} cannot have {len(op.reads)} reads and {len(op.writes)} writes of these sizes"
 
 
 def _dtype(schedule: Schedule, region: Region) -> str:
@@ -258,9 +214,10 @@ def report(schedule: Schedule) -> Report:
     for op in schedule.ops:
         if isinstance(op, Launch):
             launches[op.collective] += 1
-            sent[op.collective] += _sent_bytes(schedule, op, ranks[op.communicator.axes])
+            size_bytes = _size_bytes(schedule, op.reads)
+            sent[op.collective] += COLLECTIVES[op.collective].sent_bytes(size_bytes, ranks[op.communicator.axes])
         elif isinstance(op, Local):
-            written[op.kind] += sum(_size_bytes(schedule, region) for region in op.writes)
+            written[op.kind] += _size_bytes(schedule, op.writes)
     hidden = hidden_launches(schedule)
     return Report(*_peaks(schedule), dict(launches), hidden, dict(sent), dict(written))
 
@@ -297,16 +254,8 @@ def _whole_bytes(schedule: Schedule, buffer: int) -> int:
     return found.size_bytes if found.kind in ("whole", "gathered") else 0
 
 
-def _size_bytes(schedule: Schedule, region: Region) -> int:
-    return region.numel * itemsize(_dtype(schedule, region))
-
-
-def _sent_bytes(schedule: Schedule, op: Launch, ranks: int) -> int:
-    """Returns what a rank has to send at least: all but its own part, for an all-reduce twice."""
-    size_bytes = sum(_size_bytes(schedule, region) for region in op.reads)
-    if op.collective == "all_gather":
-        return size_bytes * (ranks - 1)
-    return size_bytes * (ranks - 1) * (2 if op.collective == "all_reduce" else 1) // ranks
+def _size_bytes(schedule: Schedule, regions: Iterable[Region]) -> int:
+    return sum(region.numel * itemsize(_dtype(schedule, region)) for region in regions)
 
 
 def _units_of_buffers(schedule: Schedule) -> dict[int, set[int]]:

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._errors import ScheduleError, message
+from ..ops import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region
 from ..program import Weight, segments
-from ..schedule import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule
+from ..schedule import Schedule
 from .reference import Array, Outcome, World, cut_blocks, join_blocks
 
 # Note [A machine that hides nothing]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from ..schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Stream
+from ..ops import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Stream
+from ..schedule import Schedule
 
 # Note [Happens before]
 # Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op.
@@ -126,17 +127,13 @@ def hidden_launches(schedule: Schedule) -> int:
 
 def _uses(schedule: Schedule, op: Op, clock: Clock) -> list[_Use]:
     lane = _LANES[op.stream]
-    match op:
-        case Free():
-            region = Region(op.buffer, 0, schedule.buffers[op.buffer].numel)
-            return [_Use(region, op, True, lane, clock[lane])]
-        case Deliver():
-            return [_Use(op.region, op, True, lane, clock[lane])]
-        case Caller():
-            return [_Use(region, op, True, lane, clock[lane]) for region in op.writes]
-        case _:
-            reads = [_Use(region, op, False, lane, clock[lane]) for region in op.reads]
-            return reads + [_Use(region, op, True, lane, clock[lane]) for region in op.writes]
+    reads, writes = op.reads, op.writes
+    if isinstance(op, Free):
+        writes = (Region(op.buffer, 0, schedule.buffers[op.buffer].numel),)
+    elif isinstance(op, Deliver):
+        writes = (op.region,)
+    uses = [_Use(region, op, False, lane, clock[lane]) for region in reads]
+    return uses + [_Use(region, op, True, lane, clock[lane]) for region in writes]
 
 
 def _misuse(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Clock) -> Iterator[str]:

@@ -10,8 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
+from ..ops import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Slot
 from ..program import COMPUTES, Program, segments
-from ..schedule import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Schedule, Slot
+from ..schedule import Schedule
 from .symbols import (
     OWN,
     WHOLE,

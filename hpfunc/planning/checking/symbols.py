@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
+from ..ops import Collective
 from ..program import Program, Weight
-from ..schedule import Collective
 
 # ------------------------------------------------------------------------------------------------------------- values
 

@@ -1,0 +1,288 @@
+"""What an op is: the table of all kinds of ops, and of what they work on.
+
+Every op has a `name`, a `stream` on which it runs, and the names of the ops that it `waits` for; and it declares what
+it `reads` and `writes`, so that whoever orders ops, or looks for what one touches, need not know which op it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+Stream = Literal["compute", "gather", "reduce_scatter", "all_reduce"]
+Purpose = Literal["gather", "reduce_scatter", "all_reduce"]
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+LocalKind = Literal[
+    "pack_shards", "unpack_wholes", "accumulate", "pack_gradients", "zero", "sum_parts", "own", "copy", "scale"
+]
+BufferKind = Literal[
+    "shard", "send", "gathered", "whole", "gradient", "total", "staging", "reduce", "carry", "part", "output"
+]
+
+ALIGN_BYTES = 512
+
+
+@cache
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of one element; the first number in a dtype's name is its bits.
+
+    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
+    (2, 1, 8, 1)
+    """
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory with a lifetime. It begins with the first op that writes it and ends with its `Free` or `Deliver`.
+
+    A ``shard`` is the caller's, who writes it (`Caller`); everybody else only reads it. A ``gradient`` is borrowed from
+    autograd: the backward's `Compute` writes it, and it may have any strides, or share its memory with others, so
+    nothing else may write it, nor deliver it. Everything else is the runtime's. A ``total`` is the sum of the whole
+    gradients of several uses.
+
+    Attributes:
+        stream: the stream from whose memory it is taken, and to which it goes back; its `Free` is on it. See Note
+            [Whose memory].
+        weight: the weight that it belongs to, where it is one's alone.
+    """
+
+    name: str
+    kind: BufferKind
+    numel: int
+    dtype: str
+    stream: Stream
+    weight: int | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the buffer's elements take."""
+        return self.numel * itemsize(self.dtype)
+
+
+class Region(NamedTuple):
+    """Elements ``start`` to ``stop`` of a buffer (an index into `Schedule.buffers`)."""
+
+    buffer: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the region."""
+        return self.stop - self.start
+
+    def overlaps(self, other: Region) -> bool:
+        """Returns whether the two regions share an element."""
+        return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
+
+
+def entire(buffer: int) -> Region:
+    """Returns a region that overlaps every region of a buffer, also one without elements."""
+    return Region(buffer, -1, sys.maxsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A group of ranks that one kind of collective has for itself: two kinds on one would queue behind each other."""
+
+    purpose: Purpose
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.purpose}@{'*'.join(self.axes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A use of a unit: the caller's code. It reads whole weights and, backward, writes whole gradients.
+
+    `writes` has one region per trainable weight in a ``backward``, in the order of the unit's weights, else none.
+    `reads` has one region per weight of the unit: a ``whole`` buffer or, where nothing cuts the weight, its ``shard``.
+    """
+
+    name: str
+    event: int
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    waits: tuple[str, ...] = ()
+    stream: Stream = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the caller has done on the compute stream up to here: among other things, it has written some shards.
+
+    A step begins with one that writes the shards of the step's arguments, and ends with one that writes all of them
+    again: from then on the caller may overwrite or drop them. Others stand before the first use of arrays that the step
+    itself makes, and where Note [Whose memory] asks for one.
+    """
+
+    name: str
+    writes: tuple[Region, ...] = ()
+    waits: tuple[str, ...] = ()
+    stream: Stream = "compute"
+    reads: ClassVar[tuple[Region, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The sizes of a collective. Of a message of parts, which are equal, one is for, or from, each rank.
+
+    Attributes:
+        sends_parts: a rank sends such a message, else one part.
+        receives_parts: it receives such a message, else one part.
+        rounds: how often a rank has to send all parts but its own, at least.
+        in_place: it receives where it has sent from, and the message need not have equal parts.
+    """
+
+    sends_parts: bool
+    receives_parts: bool
+    rounds: int = 1
+    in_place: bool = False
+
+    def fits(self, read: Region, write: Region, num_ranks: int) -> bool:
+        """Returns whether a rank can send the one and receive the other."""
+        if self.in_place:
+            return read == write
+        sent, received = (num_ranks if parts else 1 for parts in (self.sends_parts, self.receives_parts))
+        return read.numel % sent == 0 and write.numel == read.numel // sent * received
+
+    def sent_bytes(self, size_bytes: int, num_ranks: int) -> int:
+        """Returns what a rank has to send, at least, of messages of some bytes."""
+        return size_bytes * (num_ranks - 1) * self.rounds // (num_ranks if self.sends_parts else 1)
+
+
+COLLECTIVES: Mapping[Collective, Exchange] = {
+    "all_gather": Exchange(sends_parts=False, receives_parts=True),
+    "reduce_scatter": Exchange(sends_parts=True, receives_parts=False),  # the sum of the parts for this rank
+    "all_to_all": Exchange(sends_parts=True, receives_parts=True),  # part r comes from rank r
+    "all_reduce": Exchange(sends_parts=True, receives_parts=True, rounds=2, in_place=True),  # the sum
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Collectives over one communicator that go out together: ``reads[i]`` is sent, ``writes[i]`` received.
+
+    What a rank sends and receives, and how large that is, is in `COLLECTIVES`.
+    """
+
+    name: str
+    collective: Collective
+    communicator: Communicator
+    stream: Stream
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    waits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Work of one rank on its own memory.
+
+    pack_shards: the shards of `weights` (short ones padded with zeros), cast to their `dtype`, one after another
+        into one message.
+    unpack_wholes: a gathered message (ranks * blocks of `weights`) into one whole weight per write.
+    accumulate: ``reads[2i] + reads[2i + 1]`` into ``writes[i]``, the earlier one first, each cast to the dtype of the
+        write before; in place where the write is one of the two. With `weights` it is of whole gradients.
+    pack_gradients: whole gradients of `weights`, cut into blocks, cast to the message's dtype and divided by `divisor`
+        before the cast, into one message (ranks * blocks of `weights`).
+    zero: zeros into every write.
+    sum_parts: ``reads[i]`` holds `parts` equal parts; their sum in that order into ``writes[i]``.
+    own: the whole gradients of `weights` into ``writes[i]``, divided by `divisor`; the executor need not copy one that
+        nobody else has.
+    copy: ``reads[i]`` into ``writes[i]``, cast if their dtypes differ.
+    scale: every write, in place, divided by `divisor`; `reads` equals `writes`.
+    """
+
+    name: str
+    kind: LocalKind
+    stream: Stream
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    waits: tuple[str, ...] = ()
+    weights: tuple[int, ...] = ()
+    parts: int = 1
+    divisor: int = 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether its regions and numbers are those of its kind; not whether they hold what it needs."""
+        reads, writes, num_weights = self.reads, self.writes, len(self.weights)
+        one_to_one = len(reads) == len(writes) > 0
+        parts = self.parts if self.kind == "sum_parts" else 1
+        sizes_fit = all(read.numel == write.numel * parts for read, write in zip(reads, writes, strict=False))
+        match self.kind:
+            case "scale":
+                return one_to_one and reads == writes and self.divisor > 0
+            case "copy":
+                return one_to_one and sizes_fit
+            case "sum_parts":
+                return one_to_one and sizes_fit and self.parts > 0
+            case "own":
+                return one_to_one and sizes_fit and len(writes) == num_weights and self.divisor > 0
+            case "zero":
+                return len(writes) > 0 and not reads
+            case "pack_shards" | "pack_gradients":
+                return len(reads) == num_weights > 0 and len(writes) == 1 and self.divisor > 0
+            case "unpack_wholes":
+                return len(writes) == num_weights > 0 and len(reads) == 1
+            case "accumulate":
+                sums = list(zip(reads[::2], reads[1::2], writes, strict=False))
+                fits = len(reads) == 2 * len(writes) == 2 * len(sums) > 0 and num_weights in (0, len(writes))
+                fits = fits and all(a.numel == b.numel == total.numel for a, b, total in sums)
+                return fits and all(num_weights > 0 or total in (a, b) for a, b, total in sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Gives a buffer back, which ends its life: a write of all of it."""
+
+    name: str
+    buffer: int
+    stream: Stream
+    waits: tuple[str, ...] = ()
+    reads: ClassVar[tuple[Region, ...]] = ()
+
+    @property
+    def writes(self) -> tuple[Region, ...]:
+        """What no other op may touch any more."""
+        return (entire(self.buffer),)
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hands the gradient of a weight to the caller, who owns the memory from then on: a write, whatever it does."""
+
+    name: str
+    weight: int
+    region: Region
+    waits: tuple[str, ...] = ()
+    stream: Stream = "compute"
+    reads: ClassVar[tuple[Region, ...]] = ()
+
+    @property
+    def writes(self) -> tuple[Region, ...]:
+        """The gradient."""
+        return (self.region,)
+
+
+Op: TypeAlias = Compute | Caller | Launch | Local | Free | Deliver
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The ops to issue before or after one event of the program.
+
+    A compute event's `Compute` is the last op before it.
+    """
+
+    event: int
+    when: Literal["before", "after"]
+    ops: tuple[Op, ...]
