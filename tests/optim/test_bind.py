@@ -97,7 +97,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool):
 def test_a_scaler_that_is_not_enabled_does_nothing():
     mesh = hp.make_mesh((1,), ("shard",))
     bound = optim.bind(hp.shard({"w": torch.ones(2)}, mesh, hp.P("shard")))
+    bound.set_grads(hp.shard({"w": torch.full((2,), 3.0)}, mesh, hp.P("shard")))
     bound.unscale(torch.amp.GradScaler("cpu", enabled=False), torch.optim.SGD(bound.parameters))
+    assert [x.grad.tolist() for x in bound.parameters] == [[3.0, 3.0]]
 
 
 def test_parameters_have_names_for_groups_and_gradients_their_dtype():
