@@ -1,11 +1,12 @@
 """Planning: from a recorded program and a policy to a schedule, and its proof. Plain Python, and no framework.
 
 `plan` writes a `Schedule` for a `Program`; `check` proves that it is safe and right, and counts what it costs;
-`interpret` (needs numpy) runs it for all ranks in one process, to compare it with what the program means.
+`interpret` (needs numpy) runs it for all ranks in one process, `reference` says what the program means.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .checking.checker import Report as Report
@@ -22,12 +23,14 @@ from .schedule import Schedule as Schedule
 if TYPE_CHECKING:
     from .checking.interpreter import interpret as interpret
     from .checking.reference import World as World
+    from .checking.reference import reference as reference
+
+
+_NEED_NUMPY = {"World": "reference", "interpret": "interpreter", "reference": "reference"}
 
 
 def __getattr__(name: str) -> Any:
     """Loads what needs numpy when it is asked for."""
-    if name in ("World", "interpret"):
-        from .checking import interpreter
-
-        return getattr(interpreter, name)
+    if name in _NEED_NUMPY:
+        return getattr(import_module(f".checking.{_NEED_NUMPY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
