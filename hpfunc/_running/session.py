@@ -6,6 +6,7 @@ There are two drivers: `eager.Eager`, the reference, and `planned.Planned`.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from .. import backends
@@ -18,6 +19,13 @@ from .agreement import Control, control
 from .use import Differentiating, Driver, Members, Unreduced, Use
 from .weights import weight_record
 from .writes import refuse_written
+
+_unit = lru_cache(maxsize=65536)(Unit)
+"""As `use._event`."""
+
+
+def _equal(planned: object, recorded: object) -> bool:
+    return planned is recorded or planned == recorded
 
 
 class Session:
@@ -79,7 +87,7 @@ class Session:
         if unit is None:
             unit = self._unit_index[key] = len(self.units)
             nth = self._name_uses[name] = self._name_uses.get(name, -1) + 1
-            self.units.append(Unit(f"{name}.{nth}", weights))
+            self.units.append(_unit(f"{name}.{nth}", weights))
             self.members.append(self._members(weights))
             self._unit_uses.append(0)
         return Use(self, run, arrays, unit)
@@ -163,14 +171,13 @@ class Session:
     def _fits(self, index: int, event: Event, use: Use | None) -> bool:
         plan = self.plan
         assert plan is not None
-        if index >= len(plan.events) or plan.events[index] != event:
+        if index >= len(plan.events) or not _equal(plan.events[index], event):
             return False
         if use is None or event.kind != "forward":
             return True
-        assert event.unit is not None
-        if plan.units[event.unit] != self.units[event.unit]:
+        if not _equal(plan.units[use.unit], self.units[use.unit]):
             return False
-        return all(plan.weights[w] is self.weights[w] or plan.weights[w] == self.weights[w] for w in use.weights)
+        return all(_equal(plan.weights[w], self.weights[w]) for w in use.weights)
 
     def follow(self, program: Program, driver: Driver) -> None:
         """Runs by a plan from here on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 from .._values.array import Owner, ShardedArray
@@ -15,6 +16,8 @@ from ..backends import Backend, Inside
 from ..planning.program import Carry, Event, Unit, Weight
 
 Tensor = Any
+_event = lru_cache(maxsize=65536)(Event)
+"""Equal events are one object: they are those of the plan, and need not be compared field by field."""
 
 
 @dataclass(slots=True)
@@ -162,7 +165,7 @@ class Use:
     def before_forward(self) -> list[Tensor]:
         """Returns the whole weights."""
         self.number = self.session.count_use(self.unit)
-        self.index = self.session.emit(Event("forward", self.unit, self.number), self)
+        self.index = self.session.emit(_event("forward", self.unit, self.number), self)
         return self.session.driver.before_forward(self)
 
     def after_forward(self) -> None:
@@ -190,7 +193,7 @@ class Use:
 
     def before_recompute(self) -> list[Tensor]:
         """See `UnitUse`."""
-        self.index = self.session.emit(Event("recompute", self.unit, self.number), self)
+        self.index = self.session.emit(_event("recompute", self.unit, self.number), self)
         return self.session.driver.before_forward(self)
 
     def after_recompute(self) -> None:
@@ -200,7 +203,7 @@ class Use:
     def before_backward(self) -> None:
         """See `UnitUse`."""
         self.run.check_alive()
-        self.backward_index = self.session.emit(Event("backward", self.unit, self.number), self)
+        self.backward_index = self.session.emit(_event("backward", self.unit, self.number), self)
         self.session.driver.before_backward(self)
 
     def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
