@@ -1,7 +1,7 @@
-"""Planning: from a recorded program and a policy to a schedule, and its proof. Plain Python, and no framework.
+"""Planning: from a recorded program and a policy to a schedule, and its proof. Plain Python, no framework.
 
-`plan` writes a `Schedule` for a `Program`; `check` proves that it is safe and right, and counts what it costs;
-`interpret` (needs numpy) runs it for all ranks in one process, to compare it with what the program means.
+`plan` makes a `Schedule` for a `Program`. `check` proves that it is safe and correct, and counts its costs. `interpret`
+(needs numpy) runs it for all ranks in one process, to compare the results with the reference of the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs numpy when it is asked for."""
+    """Imports names that need numpy on first access."""
     if name in ("World", "interpret"):
         from .checking import interpreter
 
