@@ -18,7 +18,7 @@ Tensor = Any
 def pinned(
     kind: str, axes: tuple[str, ...], mesh: Mesh, work: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Returns `work`, a collective over `axes`, so that each call is pinned, or compared with all ranks of the mesh."""
+    """Returns `work`, a collective over `axes` that all ranks of the mesh must call at this place, in backward too."""
     session, backend = current_session(), backends.get(mesh.framework)
     if mesh.axis_size(axes) == 1:
         return work
