@@ -1,1 +1,1 @@
-"""How a step runs on one rank: who does what next, and with whom it is agreed, sent and compared."""
+"""The runtime of a step on one rank: sessions, drivers, collectives, and agreement between ranks."""

@@ -1,11 +1,11 @@
-"""Agreement between ranks: they compare what they are about to do, and learn of each other's failures.
+"""Agreement between ranks: they compare what they are about to do, and detect each other's failures.
 
 # Note [Agreement]
-A rank that does something else than its peers makes them hang. So before the collectives of a step that is recorded,
-and of every eager one, ranks compare a digest of (where, what) on a control group. A step that follows its plan
-compares nothing: the plan itself was compared. There a rank that leaves its plan, or fails, says so on a board in the
-store, and whoever waits for longer than a moment reads the board, and ends with a message that names rank and
-collective. After a failure the groups may hold half-matched collectives. They are given up, and made anew on next use.
+If one rank does not issue the same collectives as its peers, they hang. So before each collective of a recorded step or
+of eager code, ranks compare a digest of (where, what) on a control group. A step that follows its plan compares
+nothing: the plan itself was compared. A rank that leaves its plan, or fails, writes a note on a board in the store. A
+rank that waits for longer than a moment reads the board, and raises an error that names rank and collective. After a
+failure the groups may hold half-matched collectives; they are dropped, and made again on next use.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ GRACE_S = 2.0
 
 @dataclass(slots=True)
 class Standing:
-    """What one process knows of its agreement with a fixed set of ranks, whatever the meshes over them.
+    """The state of one process's agreement with a fixed set of ranks. All meshes over these ranks share it.
 
     Attributes:
-        step: number of steps begun since the last failure, and `position` the event within: the place that notes on the
-            board refer to.
-        generation: number of failures, of which all ranks know when they communicate again.
-        is_broken: the last thing that these ranks did together has failed.
+        step: number of steps begun since the last failure.
+        position: the event within the step. Notes on the board give both as a place.
+        generation: number of failures. All ranks know it when they communicate again.
+        is_broken: whether the last joint operation of these ranks failed.
         num_arrays: number of arrays made together since the last failure.
-        left: where this rank left its plans, the last few: the note of a slow peer may still be that of an earlier one.
+        left: the last few places at which this rank left a plan: a slow peer may still show the note of an earlier one.
     """
 
     step: int = 0
@@ -48,10 +48,10 @@ class Standing:
 
 
 class Control:
-    """Agreement with a fixed set of ranks, by a mesh that waits for them for so long.
+    """Agreement with a fixed set of ranks, with the timeout of one mesh.
 
     Attributes:
-        standing: what is shared by all meshes over these ranks.
+        standing: the state that all meshes over these ranks share.
     """
 
     def __init__(self, framework: str, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
@@ -75,11 +75,11 @@ class Control:
 
         Args:
             where: public function, for the message.
-            facts: what this rank is about to do, a line each.
-            error: what this rank refuses to go on with, if anything; the others then end too.
+            facts: what this rank is about to do, one fact per line.
+            error: the error for which this rank stops, if any. The other ranks then stop, too.
 
         Raises:
-            AgreementError: facts differ, or another rank has an error; on all ranks.
+            AgreementError: facts differ, or another rank has an error. Raised on all ranks.
 
         Communication: 16 bytes from each rank; the texts only if they differ.
         """
@@ -95,22 +95,22 @@ class Control:
             raise AgreementError(_difference(where, self.ranks, texts))
 
     def exchange(self, label: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the numbers of every rank, the same everywhere. What ranks exchange is agreed upon before.
+        """Returns the numbers of every rank, the same on all ranks. Ranks must have agreed on the exchange before.
 
         Raises:
-            PeerError: another rank failed, or did not come within the timeout.
+            PeerError: another rank failed, or did not arrive within the timeout.
 
-        Communication: 8 bytes a number from each rank.
+        Communication: 8 bytes per number from each rank.
         """
         self._recover()
         return self.backend.exchange(self._group(), numbers, label, self.poll)
 
     def exchange_text(self, label: str, text: str) -> list[str]:
-        """Returns the text of every rank, the same everywhere. As `exchange`."""
+        """Returns the text of every rank, the same on all ranks. See `exchange`."""
         self._recover()
         try:
             return self.backend.exchange_text(self._group(), text)
-        except RuntimeError as error:  # of the framework: this exchange does not look at the board by itself
+        except RuntimeError as error:  # of the framework: this exchange does not read the board itself
             self.poll(f"{label}: {error}", float("inf"))
             raise
 
@@ -135,24 +135,24 @@ class Control:
         return found
 
     def begin_step(self) -> None:
-        """Counts a step. After a failure it begins with new groups: a planned step does not come by `agree`."""
+        """Counts a step. After a failure it drops the groups, because a planned step does not call `agree`."""
         self._recover()
         self.standing.step += 1
         self.standing.position = 0
 
     def births(self, count: int) -> list[tuple[int, int]]:
-        """Returns what tells arrays that all ranks make together from all others; called once they have agreed."""
+        """Returns the births of `count` arrays that all ranks make together. Call it after they have agreed."""
         first = self.standing.num_arrays
         self.standing.num_arrays += count
         return [(self.generation, first + i) for i in range(count)]
 
     def leave(self, text: str) -> None:
-        """Notes that this rank leaves its plan here."""
+        """Writes on the board that this rank leaves its plan here."""
         self.standing.left.append((self.standing.step, self.standing.position))
         self.note("left", text)
 
     def fail(self, error: BaseException) -> None:
-        """Notes that this rank's step ended by an exception; the groups are made anew on next use."""
+        """Writes on the board that this rank's step raised. The groups are made again on next use."""
         if len(self.ranks) > 1 and not self.is_broken:
             self.standing.is_broken = True
             self.note("failed", f"{type(error).__name__}: {error}")
@@ -162,21 +162,21 @@ class Control:
             self.backend.abort()
             standing.generation += 1
             standing.is_broken = False
-            # A rank that heard of the failure late has begun more steps: all count anew.
+            # A rank that learned of the failure late has begun more steps: all restart the count.
             standing.step, standing.position, standing.num_arrays = 0, 0, 0
             standing.left.clear()
 
     def poll(self, label: str, elapsed_s: float) -> None:
-        """Called while this rank waits for `label`: raises if that wait cannot end well.
+        """Called while this rank waits for `label`. Raises if the wait cannot succeed.
 
         Raises:
-            PeerError: another rank failed, or did not come within the timeout.
-            AgreementError: another rank left the plan at a point that this rank has passed on it.
+            PeerError: another rank failed, or did not arrive within the timeout.
+            AgreementError: another rank left the plan at a point that this rank has passed.
         """
         try:
             self._look(label, elapsed_s)
         except HpfuncError as error:
-            self.fail(error)  # what this rank waited for is left half done
+            self.fail(error)  # the collective that this rank waited for is incomplete
             raise
 
     def _look(self, label: str, elapsed_s: float) -> None:
@@ -193,7 +193,7 @@ class Control:
 
     def _look_for_failures(self, label: str, notes: dict[int, tuple[str, int, int, str]]) -> None:
         failed = {rank: text for rank, (kind, _, _, text) in notes.items() if kind == "failed"}
-        # A rank that ended because of another one is no cause; there is one only if somebody else failed too.
+        # A rank that stopped because of another one is not the cause: look for a rank that failed by itself.
         first = sorted(failed, key=lambda rank: (failed[rank].startswith(PeerError.__name__), rank))
         if first:
             raise PeerError(self._failed(label, first[0], failed[first[0]]))
@@ -250,15 +250,15 @@ def control(mesh: Mesh, axes: tuple[str, ...] | None = None) -> Control:
 
 @contextmanager
 def agreeing(mesh: Mesh, where: str, facts: Callable[[], str]) -> Iterator[None]:
-    """Lets all ranks check their arguments in the body, then compares `facts`; if one rank refuses, all do.
+    """Runs the body, in which ranks check their arguments, then compares `facts`. If one rank raises, all ranks do.
 
     Raises:
-        AgreementError: facts differ, or another rank refuses.
+        AgreementError: facts differ, or another rank raised.
     """
     try:
         yield
     except Exception as error:
-        with suppress(AgreementError, PeerError):  # what this rank found itself says more
+        with suppress(AgreementError, PeerError):  # this rank's own error says more
             control(mesh).agree(where, facts, error)
         raise
     control(mesh).agree(where, facts)

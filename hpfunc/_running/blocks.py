@@ -1,11 +1,11 @@
-"""Moving one array: between its shard, the messages that travel, and the whole. Local work only, nothing is sent.
+"""Copies of one array between its shard, the messages, and the whole. Local work only; nothing is sent.
 
 A message holds the blocks of one or more weights for each rank: (ranks, total). `part` is the columns of one weight.
 
 # Note [A whole weight is contiguous]
-The code of a unit may do with a whole weight what it may do with any weight of a plain program: `view`, `as_strided`.
-So the elements of a whole weight lie at the front of its buffer, without gaps, and what is left of padding is behind
-them. Blocks that are padded further inside are copied one by one.
+The code of a unit may use a whole weight like any weight of a plain program, with `view` or `as_strided`. So the
+elements of a whole weight lie at the front of its buffer, without gaps, followed by any remaining padding. Blocks with
+padding between elements are copied one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Copy = tuple[Tensor, Tensor]
 
 
 def shard_copy(backend: Backend, block: Tensor, local: Tensor, gather: Gather) -> Copy:
-    """Returns how a shard gets into a flat block of a message; zeroes what a short shard leaves.
+    """Returns the copy of a shard into a flat block of a message. Zeroes the rest of the block if the shard is short.
 
     Shapes: block (block_numel,), local `gather.layout.local_shape` (further dims may follow both).
     """
@@ -48,7 +48,7 @@ def local_view(block: Tensor, gather: Gather, coordinate: Coordinate) -> Tensor:
 
 
 def whole_copies(buffer: Tensor, part: Tensor, gather: Gather, coordinate: Coordinate) -> list[Copy]:
-    """Returns how gathered blocks get into a flat whole buffer: in one copy, or in one for each block.
+    """Returns the copies of gathered blocks into a flat whole buffer: one copy, or one for each block.
 
     Shapes: part (ranks, block_numel), a view of a message; buffer (padded_numel,).
     """
@@ -64,7 +64,7 @@ def whole_copies(buffer: Tensor, part: Tensor, gather: Gather, coordinate: Coord
 
 
 def gradient_copy(backend: Backend, part: Tensor, gradient: Tensor, gather: Gather, divisor: int = 1) -> Copy:
-    """Returns how a whole gradient, cut into blocks, gets into a message; divides it and pads it with zeros first.
+    """Returns the copy of a whole gradient, cut into blocks, into a message. Divides and zero-pads the gradient first.
 
     Shapes: part (ranks, block_numel), a view of a message; gradient `whole_shape`.
     """
@@ -77,5 +77,5 @@ def gradient_copy(backend: Backend, part: Tensor, gradient: Tensor, gather: Gath
 
 
 def block_numel(gather: Gather) -> int:
-    """Returns the elements of one block."""
+    """Returns the number of elements of one block."""
     return math.prod(gather.layout.block_shape)

@@ -1,4 +1,4 @@
-"""Collectives that the caller asks for: pinned in the program of the enclosing step, or compared with all ranks."""
+"""Collectives of the caller: pinned in the program of the enclosing step, or compared with all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = Any
 def pinned(
     kind: str, axes: tuple[str, ...], mesh: Mesh, work: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Returns `work`, a collective over `axes` that all ranks of the mesh do at this place, in backward too."""
+    """Returns `work`, a collective over `axes` that all ranks of the mesh must call at this place, in backward too."""
     session, backend = current_session(), backends.get(mesh.framework)
     if mesh.axis_size(axes) == 1:
         return work
@@ -36,10 +36,10 @@ def pinned(
 
 @contextmanager
 def together(function: str, mesh: Mesh, facts: Callable[[], str]) -> Iterator[None]:
-    """Lets all ranks check their arguments in the body; then they compare `facts`, or the step pins them.
+    """Runs the body, in which ranks check their arguments. Then they compare `facts`, or the step pins them.
 
     Raises:
-        AgreementError: facts differ, or another rank refuses its arguments.
+        AgreementError: facts differ, or another rank raised in the body.
     """
     session = current_session()
     if session is None:
@@ -53,9 +53,9 @@ def together(function: str, mesh: Mesh, facts: Callable[[], str]) -> Iterator[No
 
 @contextmanager
 def refusing_together(function: str, mesh: Mesh) -> Iterator[None]:
-    """If this rank refuses its arguments in the body, so do the others, which wait to compare their next collective.
+    """Reports an error of the body to the other ranks, which wait to compare their next collective, so they raise too.
 
-    Inside a `sharded` step that is left to the step: it ends on all ranks.
+    Inside a `sharded` step it does nothing: the step ends on all ranks.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Collectives over named axes, one at a time and awaited: what eager code and the named-axis functions are made of."""
+"""Collectives over named axes, one at a time and awaited, for eager code and the named-axis functions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SUMMED_BY_LIBRARIES = {
 class Comm:
     """Awaited collectives among the ranks of `mesh` along `axes`, in the order of `axes`.
 
-    Sums are in rank order where the backend leaves them to hpfunc (`ordered_sums`), so that their bits do not depend on
-    where in a message an element travels. With one rank nothing is sent, but results are still new tensors.
+    Sums are in rank order if the backend leaves them to hpfunc (`ordered_sums`), so their bits do not depend on the
+    position of an element in a message. With one rank nothing is sent, but results are still new tensors.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], purpose: Purpose) -> None:
@@ -39,7 +39,7 @@ class Comm:
 
     @cached_property
     def is_ordered(self) -> bool:
-        """Whether hpfunc does the sums itself."""
+        """Whether hpfunc computes the sums itself."""
         return self.backend.ordered_sums(self.mesh.device)
 
     def group(self) -> Any:
@@ -71,7 +71,7 @@ class Comm:
         return receive.reshape((self.size, *tensor.shape))
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Returns (ranks, ...): row r is what rank r has in its row for this rank. Shape: (ranks, ...)."""
+        """Returns the rows that the ranks have for this rank, in rank order. Shape: (ranks, ...) to (ranks, ...)."""
         send = self._flat(tensor)
         receive = self._like(send, send.shape[0])
         if self.size == 1:
@@ -80,7 +80,7 @@ class Comm:
         return receive.reshape(tuple(tensor.shape))
 
     def _sums_here(self, tensor: Tensor) -> bool:
-        """Returns whether hpfunc adds up the elements of a tensor that travel; refuses those that have no sum."""
+        """Returns whether hpfunc computes the sums of this tensor itself. Raises for a dtype without addition."""
         check_sums(f"hpfunc: a sum over {self.axes}", [tensor], lambda: ["a tensor"])
         return self.is_ordered or self.backend.dtype_name(tensor) not in _SUMMED_BY_LIBRARIES
 
@@ -123,7 +123,7 @@ class Comm:
         return total.reshape(tuple(tensor.shape))
 
     def permute(self, tensor: Tensor, pairs: tuple[tuple[int, int], ...]) -> Tensor:
-        """Returns the tensor of the rank that sends to this one, else zeros."""
+        """Returns the tensor of the rank that sends to this one, zeros if none does."""
         send = self._flat(tensor)
         target = next((t for s, t in pairs if s == self.index), None)
         source = next((s for s, t in pairs if t == self.index), None)
@@ -142,12 +142,12 @@ class Comm:
 
 @cache
 def comm(mesh: Mesh, axes: tuple[str, ...], purpose: Purpose) -> Comm:
-    """Returns the collectives of these three."""
+    """Returns the `Comm` of these arguments."""
     return Comm(mesh, axes, purpose)
 
 
 def gather_whole(local: Tensor, gather: Gather, purpose: Purpose, dtype: str | None = None) -> Tensor:
-    """Returns the whole that the shards along ``gather.axes`` make, cast to `dtype` before it travels. A new tensor.
+    """Returns the whole of the shards along ``gather.axes``, cast to `dtype` before they are sent. A new tensor.
 
     Communication: one all-gather.
     """
@@ -187,7 +187,7 @@ def scatter_whole(whole: Tensor, gather: Gather, purpose: Purpose, dtype: str, d
 def finish_block(
     block: Tensor, gather: Gather, axes: tuple[str, ...], purpose: Purpose, reduce_dtype: str, divisor: int, dtype: str
 ) -> Tensor:
-    """Returns this rank's part of the sum over `axes` of what `scatter_whole` gave, divided. May divide `block`.
+    """Returns this rank's part of the sum over `axes` of a block of `scatter_whole`, divided. May divide `block`.
 
     Communication: an all-reduce.
     """
@@ -220,5 +220,5 @@ def reduce_whole(whole: Tensor, gather: Gather, reduce_axes: tuple[str, ...]) ->
 
 # Note [Scale]
 # The mean is a sum and one explicit division, never the library's own average. In float16 a sum over many ranks
-# overflows, so there the division comes before the sum, as gradients are packed; in every other dtype after it, where
-# it costs one pass over 1/n of the elements.
+# overflows, so the division comes before the sum, when gradients are packed. In every other dtype it comes after the
+# sum, where it costs one pass over 1/n of the elements.

@@ -1,12 +1,12 @@
-"""What ``sharded(..., debug=True)`` compares: values that must have the same bits on all ranks along an axis.
+"""Comparisons of ``sharded(..., debug=True)``: values that must have the same bits on all ranks along an axis.
 
 # Note [Cotangent hashes]
-The result of a `psum` is the same on all ranks along its axes, and so is what `pvary` takes. Then their cotangents must
-be the same, too; else some use of the value differed between these ranks without a `pvary`, or a hand-written backward
-is wrong, and the gradients before it would quietly be those of one rank. The same holds for an array that several ranks
-hold alike along an axis without data: nothing reduces its gradient there. Ranks exchange digests over the whole mesh,
-so that all of them end with the same words. An error that is the same on all ranks, a wrong factor say, has no such
-trace.
+The result of a `psum` is the same on all ranks along its axes, and so is the argument of `pvary`. Then their cotangents
+must be the same, too. If they are not, some use of the value differed between these ranks without a `pvary`, or a
+hand-written backward is wrong, and the gradients before it would silently be those of one rank. The same holds for an
+array that is replicated along an axis that is not a data axis: nothing reduces its gradient there. Ranks exchange
+digests over the whole mesh, so that all of them raise the same error. An error that is the same on all ranks, such as a
+wrong factor, is not detected.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _HINTS = {
 
 
 def same(tensor: Tensor) -> Tensor:
-    """Returns the tensor as a new one, over the same memory."""
+    """Returns a new tensor over the same memory."""
     return tensor[...]
 
 
 def compared(
     function: str, what: Literal["cotangent", "argument"], mesh: Mesh, axes: Axes
 ) -> Callable[[Tensor], Tensor]:
-    """Returns the identity; in a step with ``debug=True`` one that compares its argument along `axes`.
+    """Returns the identity; in a step with ``debug=True`` it compares its argument along `axes`.
 
-    It raises UsageError, on all ranks, if bits differ.
+    It raises UsageError on all ranks if bits differ.
 
     Communication: with ``debug=True`` 8 bytes from each rank.
     """
@@ -67,10 +67,10 @@ def compared(
 
 
 def compare_gradients(session: Session, leaves: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """With ``debug=True`` compares the gradients of arrays along the axes without data that do not cut them.
+    """With ``debug=True`` compares the gradients of arrays along axes that do not cut them and are not data axes.
 
     Raises:
-        UsageError: some differ; on all ranks, naming every one of them.
+        UsageError: some differ. Raised on all ranks; names every one of them.
 
     Communication: 8 bytes for each gradient from each rank.
     """

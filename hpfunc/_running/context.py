@@ -1,6 +1,6 @@
-"""What encloses the code that runs: a mesh, a step, a differentiation, a unit, a module's call, a timeline.
+"""Context variables: the enclosing mesh, step, differentiation, unit, module call and timeline.
 
-All context variables of hpfunc are here. A hook of autograd sees those of the code that called for its backward.
+All context variables of hpfunc are here. A hook of autograd sees the context of the code that started its backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def current_session() -> Session | None:
 
 @contextmanager
 def stepping(session: Session) -> Iterator[None]:
-    """Makes `session` the one of the enclosing step, and its mesh the one in use."""
+    """Makes `session` the session of the enclosing step, and its mesh the mesh in use."""
     tokens = _session.set(session), _mesh.set(session.mesh)
     try:
         yield
@@ -45,7 +45,7 @@ def stepping(session: Session) -> Iterator[None]:
 
 
 def current_run() -> Run | None:
-    """Returns the differentiation whose function, or backward, is being called."""
+    """Returns the differentiation whose forward or backward is running."""
     return _run.get()
 
 
@@ -61,7 +61,7 @@ def differentiating(run: Run) -> Iterator[None]:
 
 @contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Makes `mesh` the one whose axes `psum` and its kin mean, for the body of a ``with`` statement.
+    """Makes `mesh` the default of `psum` and the other collectives, for the body of a ``with`` statement.
 
     >>> with use_mesh(hpfunc.make_mesh((1,), ("shard",))) as mesh:
     ...     current_mesh("example").axis_names
@@ -84,10 +84,10 @@ def mesh_in_use() -> Mesh | None:
 
 
 def current_mesh(function: str, mesh: Mesh | None = None) -> Mesh:
-    """Returns `mesh`, else the one that is in use.
+    """Returns `mesh`; if it is None, the mesh in use.
 
     Raises:
-        MeshError: none is.
+        MeshError: no mesh is in use.
     """
     found = mesh if mesh is not None else _mesh.get()
     if found is None:
@@ -105,7 +105,7 @@ def current_timeline() -> Timeline | None:
 def record_timeline() -> Iterator[Timeline]:
     """Records the planned steps in the body of a ``with`` statement.
 
-    Only steps that follow a plan leave spans: the first call of a `sharded` step is the one that records it.
+    Only steps that follow a plan leave spans. The first call of a `sharded` step only records it and leaves none.
 
     >>> with record_timeline() as timeline:
     ...     pass

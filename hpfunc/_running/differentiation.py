@@ -25,9 +25,9 @@ class Backwards:
     """The backwards that make one gradient: a single one, or those of `accumulate`. See Note [Carried gradients].
 
     Attributes:
-        count: how many.
-        carry: what all but the last leave to the next.
-        left: how many are to come, with the present one.
+        count: number of backwards.
+        carry: what all but the last backward carry to the next.
+        left: number of backwards that remain, including the present one.
         first_run: number of the first run.
         direct: sums of the gradients of local parts and plain tensors, by place among the differentiated leaves.
     """
@@ -40,13 +40,13 @@ class Backwards:
 
 
 class Run:
-    """One differentiation. The tracked handles that its function receives, and its VJP nodes, hold it.
+    """One differentiation. The tracked handles that its function receives, and its VJP nodes, refer to it.
 
     Attributes:
         state: ``"forward"``, ``"backward"`` or ``"done"``.
-        is_reached: whether autograd has come to a weight.
-        carry: what its backward leaves to the next.
-        uses_left: for each weight, how many uses still have their backward before them.
+        is_reached: whether autograd has reached a weight.
+        carry: what its backward carries to the next.
+        uses_left: for each weight, the number of uses whose backward has not run yet.
         weights: program weights by the owner of an array: key () is the whole array, (i,) its row i.
     """
 
@@ -69,11 +69,11 @@ class Run:
 
     @property
     def mean_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradients are means."""
+        """The axes over which gradients are averaged."""
         return self.session.mesh.data_axes if self.numerics.reduce_op == "mean" else ()
 
     def track(self, leaf: Any, place: int) -> Any:
-        """Returns a leaf as the differentiated function sees it."""
+        """Returns the leaf that the differentiated function gets."""
         if not is_sharded(leaf):
             return self.tape.leaf(leaf)
         handle = leaf._tracked(self)
@@ -103,7 +103,7 @@ class Run:
         return self._aliases[key][1]
 
     def close(self) -> None:
-        """Lets go of arrays and gradients: who keeps one of its handles keeps no other."""
+        """Releases arrays and gradients, so that a handle that outlives the run keeps nothing else alive."""
         for held in (self.weights, self._places, self._aliases, self._reduced):
             held.clear()
 
@@ -120,14 +120,14 @@ class Run:
             raise UsageError(message(_NAME, "the graph of an ended call is differentiated", hint=hint))
 
     def expect(self, use: Use) -> None:
-        """A use will have a backward."""
+        """Registers a use that will have a backward."""
         if use.scope is not None:
             self._repeatable[use.unit].append(use)
         for weight in use.trained:
             self.uses_left[weight] += 1
 
     def settle(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
-        """A use has had its backward."""
+        """Registers that the backward of a use has run."""
         self.is_reached = self.is_reached or any(gradient is not None for gradient in gradients)
         if use.scope is not None:
             self._repeatable[use.unit].remove(use)
@@ -135,10 +135,10 @@ class Run:
             self.uses_left[weight] -= 1
 
     def repeats(self, use: Use) -> None:
-        """Gives a call of a unit in backward the number of the use that it repeats, and what that one has changed.
+        """Gives a call of a unit in backward the number and the changed arguments of the use that it repeats.
 
-        Backward goes from the last use to the first, so it is one of those that are called again together with the last
-        use that still has its backward before it: the next one of them in order.
+        Backward goes from the last use to the first. So the call repeats a use in the scope (see `UnitUse`) of the last
+        use whose backward has not run yet: the next one of that scope in order.
         """
         waiting = self._repeatable[use.unit]
         if not waiting:
@@ -150,9 +150,9 @@ class Run:
         use.number, use.changed = first.number, first.changed
 
     def differentiate(self, forward: Callable[[], Tensor], tracked: Sequence[Any]) -> None:
-        """Calls `forward`, runs the backward of its loss, and adds up the gradients that are none of a unit's.
+        """Calls `forward`, runs the backward of its loss, and adds up the gradients that do not come from units.
 
-        `forward` puts into `tracked` what it tracks, before it computes.
+        `forward` fills `tracked` before it computes.
         """
 
         def begin_backward() -> Tensor:
@@ -167,7 +167,7 @@ class Run:
             raise UsageError(_independent())
         index = self.session.emit(Event("end_backward", carry=self.carry))  # it may replace the driver
         self._reduced = self.session.driver.end_backward(index)
-        plain = iter(leaf_gradients)  # tracked before anything was computed, so they are the tape's first leaves
+        plain = iter(leaf_gradients)  # tracked first, so they are the tape's first leaves
         for place, leaf in enumerate(tracked):
             if not is_sharded(leaf):
                 self._add_direct(place, leaf, next(plain))
@@ -175,10 +175,10 @@ class Run:
                 self._add_direct(place, leaf, leaf_gradients[alias[0]])
 
     def _check_dependence(self, loss: Tensor) -> None:
-        """Raises UsageError if autograd knows of nothing that the loss was computed from."""
+        """Raises UsageError if autograd has no record of how the loss was computed."""
         backend = self.session.backend
         if not backend.is_tensor(loss) or not backend.is_floating(backend.dtype_name(loss)):
-            return  # it is no loss at all, as the tape will say
+            return  # it is not a loss; the tape raises
         if not backend.is_transformed([loss]):
             raise UsageError(_independent())
 
@@ -189,7 +189,7 @@ class Run:
                 sums[place] = backend.add(sums[place], gradient, self.accum_dtype(leaf))
             return
         sums[place] = zeros_like(self.session, leaf)
-        if gradient is not None:  # borrowed: another leaf may have got the same tensor
+        if gradient is not None:  # borrowed: another leaf may have the same tensor
             backend.copy(sums[place], gradient)
 
     def accum_dtype(self, leaf: Any) -> str:
@@ -198,7 +198,7 @@ class Run:
         return self.numerics.accum_dtype or self.session.backend.dtype_name(tensor)
 
     def gradient(self, leaf: Any, place: int) -> Any:
-        """Returns the gradient of a leaf: what its units delivered plus what it, or its local part, received directly.
+        """Returns the gradient of a leaf: the sum from its units, plus what the leaf or its local part got directly.
 
         Communication: for an array whose local part was used, an all-reduce over the data axes that do not cut it.
         """
@@ -217,7 +217,7 @@ class Run:
         return leaf.with_local(backend.give(total))
 
     def _delivered(self, array: ShardedArray) -> Tensor | None:
-        """Returns what units delivered for an array and its rows."""
+        """Returns the gradient that units delivered for an array and its rows."""
         session, weights = self.session, self.weights.get(array._owner, {})
         found = [(rows, self._reduced.pop(w)) for rows, w in weights.items() if w in self._reduced]
         if not found or found[0][0] == () == found[-1][0]:
@@ -248,7 +248,7 @@ def _independent() -> str:
 
 
 def zeros_like(session: Session, leaf: Any, dtype: str | None = None) -> Tensor:
-    """Returns zeros of the local shape and the device of a leaf, and of its dtype unless another one is given."""
+    """Returns zeros with the local shape and the device of a leaf, in `dtype` or the dtype of the leaf."""
     backend, tensor = session.backend, leaf._value if is_sharded(leaf) else leaf
     dtype = dtype or backend.dtype_name(tensor)
     return backend.empty(tuple(tensor.shape), dtype, backend.device_of(tensor), zero=True)

@@ -1,4 +1,4 @@
-"""`Eager`: the driver that does every collective at its place and awaits it. It is the reference."""
+"""`Eager`: the reference driver, which issues every collective where it is needed and awaits it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Tensor = Any
 
 
 class Eager:
-    """Every collective at its place, awaited: the reference, and the way on for a step that leaves its plan.
+    """The reference driver. A step that leaves its plan also continues with it.
 
     Args:
         session: the step.
-        left: what the driver before has left.
-        review: called with the program so far when a backward has ended; may refuse it.
+        left: gradients that the previous driver has left.
+        review: called with the program so far when a backward has ended; may raise.
     """
 
     def __init__(self, session: Session, left: Unreduced, review: Callable[[Program], None] | None = None) -> None:
         self.session, self._left, self._review = session, left, review
         self._wholes: dict[Use, list[Tensor]] = {}
-        self._recomputed: dict[int, list[Tensor]] = {}  # of the unit that was recomputed last, for its backward
+        self._recomputed: dict[int, list[Tensor]] = {}  # whole weights of the last recomputed unit, for its backward
 
     def _agree(self, index: int) -> None:
-        """Compares with all ranks what comes next; see Note [Agreement]."""
+        """Compares the next event with all ranks; see Note [Agreement]."""
         session = self.session
         if not session.is_abstract:
             session.control.agree("hpfunc.sharded", lambda: _facts(session, index))
@@ -80,7 +80,7 @@ class Eager:
                 self._scatter(weight, carries=run.carry == "shards")
 
     def _scatter(self, weight: int, *, carries: bool) -> None:
-        """Scatters a whole gradient, adds what is carried, and carries the sum on or finishes it."""
+        """Scatters a whole gradient, adds the carried shard, and carries the sum or finishes it."""
         session, left = self.session, self._left
         w, gather = session.weights[weight], session.gathers[weight]
         block = scatter_whole(left.wholes.pop(weight), gather, "reduce_scatter", w.reduce_dtype, w.divisor)
@@ -92,7 +92,7 @@ class Eager:
             self._finish(weight, block)
 
     def _finish(self, weight: int, block: Tensor) -> None:
-        """Reduces a scattered block over `reduce_axes`; may write into it."""
+        """Reduces a scattered block over `reduce_axes`. May write into the block."""
         w, gather = self.session.weights[weight], self.session.gathers[weight]
         finished = finish_block(block, gather, w.reduce_axes, "all_reduce", w.reduce_dtype, w.divisor, w.accum_dtype)
         self._left.finished[weight] = finished
@@ -102,7 +102,7 @@ class Eager:
         self._agree(index)
 
     def end_backward(self, index: int) -> dict[int, Tensor]:
-        """See `Driver`. What the last of several backwards has not used is finished here."""
+        """See `Driver`. Finishes gradients of weights that the last of several backwards has not used."""
         session, left = self.session, self._left
         self._agree(index)
         if self._review is not None:
@@ -122,7 +122,7 @@ class Eager:
         self._agree(index)
 
     def leave(self) -> Unreduced:
-        """See `Driver`. Nothing is ever under way."""
+        """See `Driver`. Nothing is ever in flight."""
         return self._left
 
 

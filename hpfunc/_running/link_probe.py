@@ -1,4 +1,4 @@
-"""How fast ranks gather: measured by a few messages, once for each group, and what follows from it for packing."""
+"""Measures how fast ranks gather, once for each group, and derives the size below which weights are packed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .channel import Comm, comm
 from .context import current_session
 
 _NAME = "hpfunc.probe"
-_SMALLEST, _LARGEST = 1 << 12, 1 << 20  # to copy more costs more than the message that it saves
+_SMALLEST, _LARGEST = 1 << 12, 1 << 20  # a larger copy costs more than the message it saves
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20
 _NUM_SMALL, _NUM_LARGE = 7, 5
 
@@ -29,7 +29,7 @@ class Link:
 
     Attributes:
         latency_s: seconds that the smallest message takes.
-        bytes_per_s: bytes of whole weights that arrive in a second, when they are many.
+        bytes_per_s: bytes of whole weights that arrive in a second, for large messages.
 
     Raises:
         PolicyError: a number is not positive, or the latency is infinite.
@@ -50,37 +50,37 @@ class Link:
 
     @property
     def pack_below_bytes(self) -> int:
-        """The size of a weight that takes as long to send as a message takes to begin.
+        """The size in bytes whose transfer takes as long as the latency of a message.
 
-        That is latency times bandwidth: below it messages cost more than bytes. A power of two from 4 KiB to 1 MiB:
-        with gloo a message takes the host 0.2 to 0.6 ms, and the copies of such a weight as long.
+        This is latency times bandwidth: below it messages cost more than bytes. It is rounded to a power of two from 4
+        KiB to 1 MiB: with gloo a message takes the host 0.2 to 0.6 ms, and so do the copies of a weight of 1 MiB.
         """
         product = min(max(self.latency_s * self.bytes_per_s, _SMALLEST), _LARGEST)
         return 1 << round(math.log2(product))
 
 
 _ALONE = Link(latency_s=PACK_BELOW_BYTES / 1e9, bytes_per_s=1e9)
-# With the generation of the ranks' agreement in which it was measured. After a failure all measure again: one rank may
-# have failed before it got what the others have kept.
+# Each link has the generation of the ranks' agreement in which it was measured. After a failure all measure again: one
+# rank may have failed before it got the result that the others have kept.
 _links: dict[tuple[Mesh, tuple[str, ...]], tuple[int, Link]] = {}
 
 
 def probe(mesh: Mesh, axes: AxisNames) -> Link:
     """Measures how fast the ranks along `axes` gather. All ranks of the mesh must call it together.
 
-    A group is measured once, and again only after a failed step. What all ranks get is equal to the last bit: the
-    median over the ranks of the medians over the messages. `sharded` calls it for ``Policy(pack_below_bytes=None)``;
-    call it yourself to see what it finds.
+    A group is measured once, and again only after a failed step. All ranks get the same bits: the median over the ranks
+    of the medians over the messages. `sharded` calls it for ``Policy(pack_below_bytes=None)``; call it yourself to see
+    the result.
 
     Args:
         mesh: the ranks.
         axes: one axis or several, as in ``gather_axes`` of a weight.
 
     Returns:
-        The link. With one rank along `axes` there is none to measure: that of ``Link.pack_below_bytes == 65536``.
+        The link. With one rank along `axes` nothing is measured, and ``Link.pack_below_bytes == 65536``.
 
     Raises:
-        MeshError: an axis is not one of the mesh.
+        MeshError: an axis is not an axis of the mesh.
         UsageError: it is called inside of a `sharded` step.
         AgreementError: ranks measure different axes.
 
@@ -113,13 +113,13 @@ def _link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
 
 
 def settle(policy: Policy, mesh: Mesh, program: Program, *, measures: bool) -> Policy:
-    """Returns `policy` with a number in `pack_below_bytes`: the largest that fits one of the program's gathers.
+    """Returns `policy` with a number in `pack_below_bytes`: the largest one of the links of the program's gathers.
 
     Args:
-        policy: what the caller wants.
+        policy: the policy of the caller.
         mesh: the mesh of the program.
-        program: its cut weights say which links matter. Without any, there is nothing to pack, and it is 65536.
-        measures: whether to measure; else an unknown link counts as one of 65536 bytes.
+        program: its cut weights determine the links. Without any, nothing is packed, and the number is 65536.
+        measures: whether to measure; else the number for an unknown link is 65536.
 
     Communication: see `probe`; none without `measures`.
     """
@@ -138,16 +138,16 @@ def _middle(numbers: Sequence[int]) -> int:
 def _measure(channel: Comm) -> Link:
     small_s = _median_s(channel, _SMALL_BYTES, _NUM_SMALL)
     large_s = _median_s(channel, _LARGE_BYTES, _NUM_LARGE)
-    # On a link that is too fast for this message, at least a share of the time counts as its transfer.
+    # On a link that is too fast for this message, at least 1/16 of the time counts as transfer.
     return Link(small_s, _LARGE_BYTES / max(large_s - small_s, large_s / 16))
 
 
 def _median_s(channel: Comm, whole_bytes: int, count: int) -> float:
-    """Returns the seconds of an all-gather that makes this many bytes."""
+    """Returns the median seconds of an all-gather whose result has `whole_bytes`."""
     backend, device = channel.backend, channel.mesh.device
     send = backend.empty((-(-whole_bytes // channel.size),), "uint8", device, zero=True)
     receive = backend.empty((send.shape[0] * channel.size,), "uint8", device, zero=True)
-    # The first ones make the connection, and on a device wait for all that was enqueued before.
+    # The first two make the connection, and on a device wait for all earlier work.
     return median([_gather_s(channel, send, receive) for _ in range(count + 2)][2:])
 
 
@@ -162,6 +162,6 @@ def _gather_s(channel: Comm, send: Any, receive: Any) -> float:
         lambda: backend.launch("all_gather", channel.group(), [send], [receive]),
         poll,
     )
-    streams.wait(pending, poll)  # a host is through here
-    pending.when_done(lambda: None)  # a device is through here: its `wait` is an edge between streams
+    streams.wait(pending, poll)  # blocks on a host
+    pending.when_done(lambda: None)  # blocks on a device, where `wait` is only an edge between streams
     return time.perf_counter() - start

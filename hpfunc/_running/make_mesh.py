@@ -1,4 +1,4 @@
-"""From processes to a `Mesh`, and which mesh named-axis collectives mean."""
+"""`make_mesh`: arranges the processes in a `Mesh`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def make_mesh(
 ) -> Mesh:
     """Arranges all processes in a grid.
 
-    Joins the process group that exists, else starts one from the environment that torchrun sets, else is a
-    world of one.
+    Joins an existing process group, else starts one from the environment that torchrun sets, else makes a mesh of one
+    process.
 
     Args:
-        shape: ranks along each axis; one entry may be -1 and takes what is left.
+        shape: number of ranks along each axis; one entry may be -1, which is inferred.
         axis_names: a name for each axis, major first.
         data_axes: axes over which ranks hold different data. Default: those that are data axes by their names
             (``"replicate"``, ``"shard"``, ``"dp"``, ``"fsdp"``, ``"data"``, ``"batch"``, ``"dp_replicate"``,
             ``"dp_shard"`` and a few more), else the only axis of a 1-D mesh that is not named after another kind of
-            parallelism (``"tp"``). Where this finds none, units and gradients are refused on more than one rank; ``()``
-            says that no axis is one.
+            parallelism (``"tp"``). If this finds none, units and gradients raise on more than one rank; ``()`` says
+            that no axis is a data axis.
         device: device of this process; default: its accelerator if there is one, else ``"cpu"``.
-        timeout_s: after this many seconds a rank that waits for another gives up.
+        timeout_s: seconds after which a rank that waits for another raises.
 
     Raises:
         MeshError: the shape does not match the number of processes, or a name is wrong.
@@ -79,7 +79,7 @@ def make_mesh(
 def _warn_about_machines(mesh: Mesh) -> None:
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
     cutting = _long_axes(mesh, CUTTING)
-    replicating = _long_axes(mesh, REPLICATING) or _long_axes(mesh, DATA)  # beside "fsdp", "dp" is for replicas
+    replicating = _long_axes(mesh, REPLICATING) or _long_axes(mesh, DATA)  # next to "fsdp", "dp" replicates
     machines = {axis: len({rank // per_machine for rank in mesh.group(axis)}) for axis in cutting + replicating}
     inner = next((axis for axis in replicating if machines[axis] == 1), None)
     outer = next((axis for axis in cutting if machines[axis] > 1), None)

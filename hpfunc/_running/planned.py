@@ -1,4 +1,4 @@
-"""`Planned`: the driver that follows a `Schedule`, op by op. It decides nothing."""
+"""`Planned`: the driver that follows a `Schedule` op by op. It makes no scheduling decisions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _WHOLE_GRADIENTS = ("gradient", "total")
 
 
 class Prepared:
-    """A schedule, and what the executor looks up in it, computed once.
+    """A schedule, and its tables for the executor, computed once.
 
     Attributes:
-        works: for each op, the method of `Planned` that does it; None for a `Compute`.
+        works: for each op, the method of `Planned` that runs it; None for a `Compute`.
         slots: the indices of the ops before and after each event.
         waits: for each op, the ops to wait for.
-        waited: the ops that another waits for.
+        waited: the ops that another op waits for.
         compute: the `Compute` of each event.
     """
 
@@ -53,8 +53,8 @@ class Prepared:
                 self.compute[op.event] = i
 
     def _add_stream_order(self) -> None:
-        # A device keeps the order of a stream. gloo does not: what follows a launch on its stream, and touches what it
-        # touches, has to wait for it. On a device these waits cost nothing.
+        # A device runs a stream in order. gloo does not: an op that touches a region of an earlier launch on the same
+        # stream must wait for that launch. On a device these waits cost nothing.
         launched: dict[int, list[tuple[Region, int]]] = {}
         for i, op in enumerate(self.ops):
             touched = (*op.reads, *op.writes)
@@ -83,7 +83,7 @@ def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
 
 
 def _nothing(planned: Planned, op: Op) -> None:
-    """The caller has done it: only the place in the compute stream matters."""
+    """Does nothing: the caller runs this op. Only its place in the compute stream matters."""
 
 
 class Planned:
@@ -93,7 +93,7 @@ class Planned:
         session: the step.
         prepared: the schedule of the program that the step is expected to run.
         arrays: the step's sharded arguments by leaf index (`Weight.origin`).
-        poison: fill freed buffers with NaN, to show a use after free.
+        poison: fill freed buffers with NaN, to reveal a use after free.
     """
 
     def __init__(self, session: Session, prepared: Prepared, arrays: dict[int, Any], *, poison: bool = False) -> None:
@@ -109,7 +109,7 @@ class Planned:
         self.pending: list[Any] = [None] * len(self.prepared.ops)
         self.issued = [False] * len(self.prepared.ops)
         self.delivered: dict[int, Tensor] = {}
-        self.left: Any = None  # where the compute stream was when the plan was left
+        self.left: Any = None  # the point of the compute stream at which the plan was left
         self.timeline: Timeline | None = current_timeline()
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -150,10 +150,10 @@ class Planned:
     def end_step(self, index: int) -> None:
         """See `Driver`."""
         self._run(index, "before")
-        self.buffers = []  # what was delivered is the caller's now
+        self.buffers = []  # delivered tensors belong to the caller now
 
     def leave(self) -> Unreduced:
-        """Finishes what has begun, drops all else, and returns gradients. See Note [Leaving a plan]."""
+        """Finishes reductions that have begun, drops all else, and returns gradients. See Note [Leaving a plan]."""
         self.left = self.streams.issue("leave", "compute", (), lambda: None, self.session.control.poll)
         for i in to_finish(self.schedule, self.issued):
             self._issue(i)
@@ -238,7 +238,7 @@ class Planned:
         return self.backend.detach(self._array(weight)._value)
 
     def _flat(self, region: Region) -> Tensor:
-        """Returns a region as a flat tensor; its buffer begins to live if this is its first write."""
+        """Returns a region as a flat tensor. Allocates its buffer on the first write."""
         buffer = self.schedule.buffers[region.buffer]
         if buffer.kind == "shard":
             return self.backend.contiguous(self._shard(region)).reshape(-1)
@@ -254,7 +254,7 @@ class Planned:
 
     def _free(self, op: Free) -> None:
         tensor, self.buffers[op.buffer] = self.buffers[op.buffer], None
-        if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":  # that is only borrowed
+        if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":  # a gradient is only borrowed
             self.backend.fill(tensor, math.nan)
 
     def _deliver(self, op: Deliver) -> None:
@@ -287,7 +287,7 @@ class Planned:
         self.backend.copy_all(copies)
 
     def _parts(self, op: Local, message: Tensor) -> list[Tensor]:
-        """Returns the columns of each weight in a message of one row for each rank."""
+        """Returns the columns of each weight in a message, which has one row for each rank."""
         records = [self.schedule.program.weights[weight] for weight in op.weights]
         rows = message.reshape((records[0].num_shards, sum(record.block_numel for record in records)))
         parts, start = [], 0

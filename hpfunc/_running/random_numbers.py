@@ -1,12 +1,12 @@
-"""One process's random numbers on all ranks, for the time in which values are made that must be the same on all.
+"""Uses one process's random numbers on all ranks, while they make values that must be equal on all ranks.
 
 # Note [Whose random numbers]
-Frameworks seed every process by itself, and a program need not seed anything. So `init` lets `init_fn` draw with the
-generators of the first rank of the mesh: the framework's global ones (of the host and of the mesh's device), that of
-Python's `random`, and numpy's global one. Afterwards a generator that had the state of the first rank's goes on behind
-what was drawn, as in a program of one process. A generator that had another state gets that back: ranks that would drop
-out other elements before do so afterwards. Generators that `init_fn` makes are its own affair: whoever seeds them by
-the rank is found by the values (`_transforms.shard.compare_values`).
+Frameworks seed every process separately, and a program need not seed anything. So `init_fn` draws from the generators
+of the first rank of the mesh: the framework's global ones (of the host and of the mesh's device), that of Python's
+`random`, and numpy's global one. Afterwards a generator that had the state of the first rank continues after the drawn
+numbers, as in a program of one process. A generator that had another state gets it back: ranks whose dropout masks
+differed before still have different ones. Generators that `init_fn` makes itself are not handled. If it seeds them by
+the rank, the comparison of values fails (`_transforms.shard.compare_values`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .agreement import control
 
 @contextmanager
 def numbers_of_one_process(mesh: Mesh) -> Iterator[None]:
-    """Lets the body draw the random numbers of the first rank, on all ranks. See Note [Whose random numbers].
+    """A context in which all ranks draw the random numbers of the first rank. See Note [Whose random numbers].
 
     Communication: 8 bytes from each rank for each of up to four generators; if some differ, the first rank sends their
         states, about 10 KB each.
@@ -57,7 +57,7 @@ def _digest(text: str) -> int:
 
 
 def _read(mesh: Mesh) -> list[str]:
-    """Returns the states of the generators, "" of one that is not there: Python's, numpy's, the framework's."""
+    """Returns the states of the generators of Python, numpy and the framework; "" for a missing one."""
     states = backends.get(mesh.framework).random_states(mesh.device)
     return [repr(random.getstate()), _read_numpy(), *(state.hex() for state in states)]
 
@@ -65,7 +65,7 @@ def _read(mesh: Mesh) -> list[str]:
 def _read_numpy() -> str:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
-    if not isinstance(state, tuple):  # not there, or another bit generator than numpy's own was put into its place
+    if not isinstance(state, tuple):  # missing, or replaced by another bit generator
         return ""
     return repr((state[0], state[1].tolist(), *state[2:]))
 

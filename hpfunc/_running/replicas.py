@@ -1,10 +1,10 @@
-"""Parts that several ranks hold alike: whether their bits still are the same, and where the first difference is.
+"""Replicated parts of arrays: checks that their bits are equal on all ranks, and finds the first difference.
 
 # Note [Births]
-Where nothing is replicated, different arrays of equal shape cannot be told by their values. So each array carries its
-*birth*: how many arrays `shard` and `init` had made on the same ranks before it. These are collective and in
-order, so births are equal on all ranks. What is made from an array in its place (`with_local`: gradients, updates, the
-results of a step) has the same birth; what has none, such as the result of a tree map, is not compared.
+If nothing is replicated, values cannot tell whether ranks pass different arrays of equal shape. So each array has a
+*birth*: the number of arrays that `shard` and `init` had made on the same ranks before it. These calls are collective
+and in order, so births are equal on all ranks. `with_local` (gradients, updates, the results of a step) keeps the birth
+of its array. An array without a birth, such as the result of a tree map, is not compared.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def _groups(mesh: Mesh, axes_of: Sequence[Axes], numbers: Sequence[Sequence[int]
 def compare_replicas(
     function: str, named: Named, mesh: Mesh, hint: str, *, error: type[HpfuncError] = LeafError
 ) -> None:
-    """Raises `error` on all ranks if parts that several of them hold alike have other bits.
+    """Raises `error` on all ranks if replicas of a part have different bits.
 
-    It names every such array, the ranks, and the first element that differs. NaNs of the same bits are the same.
+    The error names every such array, the ranks, and the first element that differs. NaNs with equal bits are equal.
 
-    Communication: 8 bytes from each rank for each array of which there are replicas. If some differ, 8 bytes more for
-        each halving of the largest of them, and a line of text for each.
+    Communication: 8 bytes from each rank for each array with replicas. If some differ, 8 bytes for each of them at each
+        halving of the largest, and a line of text for each.
     """
     several = [(name, array) for name, array in named if mesh.axis_size(replica_axes(array)) > 1]
     if not several:
@@ -86,9 +86,9 @@ def compare_replicas(
 def _first_differences(
     function: str, mesh: Mesh, arrays: Sequence[ShardedArray], groups_of: Sequence[Groups]
 ) -> list[str]:
-    """Returns for each array where each of its groups first differs, and the values there: the same on all ranks.
+    """Returns for each array the first difference of each of its groups, with the values: the same on all ranks.
 
-    All search at once, by halves: the first half has a difference, or else the second one.
+    One bisection for all arrays at once: it continues in the first half if that differs, else in the second half.
     """
     backend = backends.get(mesh.framework)
     flats = [backend.contiguous(backend.detach(array._value)).reshape(-1) for array in arrays]
@@ -117,7 +117,7 @@ def _first_differences(
 
 
 def _place(array: ShardedArray, index: int) -> str:
-    """Returns the place in the global array of an element of this rank's part."""
+    """Returns the position in the global array of an element of this rank's part."""
     place = []
     for part in reversed(array.layout.local_slices(array.mesh.coordinate)):
         index, here = divmod(index, part.stop - part.start)
@@ -143,7 +143,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def compare_arguments(function: str, named: Named, mesh: Mesh) -> None:
-    """Compares with all ranks which arrays these are, and their values where several ranks hold them."""
+    """Compares with all ranks the births of the arrays, and the values of their replicas."""
     control(mesh).agree(function, lambda: "\n".join(f"{name}: {describe(array)}" for name, array in named))
     compare_births(function, named, mesh)
     compare_replicas(function, named, mesh, DRIFTED)
@@ -152,7 +152,7 @@ def compare_arguments(function: str, named: Named, mesh: Mesh) -> None:
 def compare_births(function: str, named: Named, mesh: Mesh) -> None:
     """Raises AgreementError on all ranks if they pass different arrays in one place. See Note [Births].
 
-    Communication: 8 bytes an array from each rank.
+    Communication: 8 bytes per array from each rank.
     """
     if not named or mesh.size == 1:
         return
@@ -164,7 +164,7 @@ def compare_births(function: str, named: Named, mesh: Mesh) -> None:
 
 
 def _number(birth: tuple[int, ...] | None) -> int:
-    """Returns a birth as one number; -1 is none."""
+    """Returns a birth as one number; -1 for None."""
     return -1 if birth is None else hash(birth) & (1 << 62) - 1
 
 

@@ -1,4 +1,4 @@
-"""One step as it happens: a `Session` names its weights, units and events, and a driver moves the data.
+"""`Session`: one step while it runs. It numbers weights, units and events; a driver moves the data.
 
 There are two drivers: `eager.Eager`, the reference, and `planned.Planned`.
 """
@@ -32,13 +32,13 @@ class Session:
     """One step on one rank: it numbers weights, units and events as they appear, and follows a plan while it fits.
 
     Attributes:
-        driver: moves the data: by the plan, or with no plan `reference`.
-        arrays: the array of each weight, and `gathers` how its shards are put together.
+        driver: moves the data: by the plan, or without a plan `reference`.
+        arrays: the array of each weight; `gathers` has its `Gather`.
         debug: compare values that must be the same on several ranks; see `_running.comparisons`.
-        plan: the program that the step is expected to run, for as long as it does.
+        plan: the program that the step is expected to run; None once it does not.
         names: the path of each argument, by `Weight.origin`.
-        paths: that of arrays which are no arguments of a step, for as long as they live.
-        step: stands for this step in the `_origin` of its arguments.
+        paths: the path of each array that is not an argument of a step, while the array lives.
+        step: identifies this step in the `_origin` of its arguments.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """What has been recorded so far."""
+        """The program that has been recorded so far."""
         return Program(tuple(self.weights), tuple(self.units), tuple(self.events))
 
     # --- naming -----------------------------------------------------------------------------------------------------
     def use(self, name: str, arrays: Sequence[ShardedArray], run: Differentiating | None, axes: tuple[str, ...]) -> Use:
-        """Returns a use of the unit that `name` and its arrays make, gathered over `axes`, numbering what is new."""
+        """Returns a use of the unit with this name and arrays, gathered over `axes`. Numbers new weights and units."""
         weights = tuple(self._weight(array, run, axes) for array in arrays)
         key = (name, weights)
         unit = self._unit_index.get(key)
@@ -104,13 +104,13 @@ class Session:
         return members
 
     def _weight(self, array: ShardedArray, run: Differentiating | None, axes: tuple[str, ...]) -> int:
-        # The arrays of a step, and those of the backwards that make one gradient, are the same weight in each of them.
+        # An array is the same weight in all of a step, and in all backwards that make one gradient.
         root, rows = array._root()
         origin = self.origin_of(root)
         key = (root._owner if origin is None else origin, rows) if run is None else run.key(root, rows, origin)
         index = self._weight_index.get(key)
         if index is None:
-            if origin is None:  # a step looks at its arguments
+            if origin is None:  # a step checks its arguments
                 refuse_written("hpfunc.unit", [array], lambda: [self.name_of(array) or "an array that the step made"])
             index = self._weight_index[key] = len(self.weights)
             self.gathers.append(array.layout.gather(axes))
@@ -133,14 +133,14 @@ class Session:
         )
 
     def name_of(self, array: ShardedArray) -> str:
-        """Returns the path of an array, "" if none is known."""
+        """Returns the path of an array, "" if it is unknown."""
         root, rows = array._root()
         origin = self.origin_of(root)
         name = self.paths.get(root._owner) if origin is None else self.names.get(origin)
         return name + "".join(f"[{row}]" for row in rows) if name else self.paths.get(array._owner, "")
 
     def origin_of(self, array: ShardedArray) -> int | None:
-        """Returns which argument of this step an array is, if any: one that was kept from an earlier step is none."""
+        """Returns which argument of this step an array is; None if it is not one, or is one of an earlier step."""
         origin = array._origin
         return origin[0] if origin is not None and origin[1] is self.step else None
 
@@ -160,7 +160,7 @@ class Session:
 
     # --- events -----------------------------------------------------------------------------------------------------
     def emit(self, event: Event, use: Use | None = None) -> int:
-        """Writes an event down, leaves the plan if it does not fit, and returns its index."""
+        """Records an event, leaves the plan if the event does not fit, and returns its index."""
         index = len(self.events)
         self.events.append(event)
         self.control.standing.position = index
@@ -180,29 +180,29 @@ class Session:
         return all(_equal(plan.weights[w], self.weights[w]) for w in use.weights)
 
     def follow(self, program: Program, driver: Driver) -> None:
-        """Runs by a plan from here on."""
+        """Follows a plan from here on."""
         self.plan, self.driver = program, driver
 
     def abandon(self) -> None:
-        """Drops whatever is in flight: the step has failed."""
+        """Drops everything in flight: the step has failed."""
         self.plan, self.driver = None, self._reference(self, Unreduced())
 
     def close(self) -> None:
-        """Lets go of arrays and buffers: the step is over, and may stand in a circle that the collector finds late."""
+        """Releases arrays and buffers: the step is over, and may be in a cycle that the collector finds late."""
         self.abandon()
         self.arrays.clear()
         self._weight_index.clear()
         del self.driver
 
     def leave(self, index: int) -> None:
-        """Goes on without the plan: what was prefetched is awaited and dropped, what was being reduced is finished."""
+        """Continues without the plan: awaits and drops prefetched weights, and finishes reductions in flight."""
         assert self.plan is not None
         planned = self.plan.spell(self.plan.events[index]) if index < len(self.plan.events) else "the end"
         self.control.leave(f"event {index} is {self.program.spell(self.events[index])}, planned was {planned}")
         self.plan, self.driver = None, self._reference(self, self.driver.leave())
 
     def pin(self, name: str) -> None:
-        """Notes a collective of the caller."""
+        """Records a collective of the caller."""
         index = self.emit(Event("collective", name=name))  # it may replace the driver
         self.driver.pin(index)
 

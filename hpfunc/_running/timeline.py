@@ -1,4 +1,4 @@
-"""When things happened: spans of compute and of each kind of communication, and their picture."""
+"""`Timeline`: time spans of compute and of each kind of communication, and their picture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _COLORS = {"compute": "#4C72B0", "gather": "#55A868", "reduce_scatter": "#DD8452
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """A time span of compute or of one collective.
 
     Attributes:
         lane: ``"compute"``, or the kind of communication.
-        name: of the op in the schedule.
-        start_s: since the timeline began.
-        stop_s: likewise. For communication from launch to completion, on a CPU as gloo reports it.
+        name: name of the op in the schedule.
+        start_s: seconds since the timeline began; for communication, of the launch.
+        stop_s: likewise; for communication, of the completion, on a CPU as gloo reports it.
     """
 
     lane: str
@@ -40,7 +40,7 @@ class Timeline:
         self._open[name] = self._now()
 
     def end(self, name: str) -> None:
-        """It ends."""
+        """The use has computed."""
         start = self._open.pop(name, None)
         if start is not None:
             self.spans.append(Span("compute", name, start, self._now()))
@@ -54,7 +54,7 @@ class Timeline:
         return time.perf_counter() - self._origin
 
     def overlap_s(self) -> dict[str, tuple[float, float]]:
-        """Returns, for each kind of communication, its seconds and how many of them passed while a unit computed."""
+        """Returns, for each kind of communication, its seconds and those of them during which a unit computed."""
         compute = [span for span in self.spans if span.lane == "compute"]
         found = {}
         for lane in LANES[1:]:
@@ -67,8 +67,8 @@ class Timeline:
         """Draws the spans as one lane each for compute, gather, reduce-scatter and all-reduce.
 
         Args:
-            path: ends in ``.svg``, ``.png`` or what else matplotlib writes.
-            title: above the picture.
+            path: ends in ``.svg``, ``.png`` or another format that matplotlib writes.
+            title: title of the picture.
 
         Raises:
             ImportError: matplotlib is not installed (it comes with ``hpfunc[examples]``).

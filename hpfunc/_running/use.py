@@ -1,4 +1,4 @@
-"""One call of a unit, `Use`, and whom it tells: the step that records it, the driver, the differentiation."""
+"""`Use`, one call of a unit, and the protocols that it notifies: `Recorder`, `Driver`, `Differentiating`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Unreduced:
     """Gradients of a backward that has not ended, by weight.
 
     Attributes:
-        wholes: whole ones, to which those of further uses are to be added.
-        blocks: scattered ones, to which those of a later backward are to be added.
-        finished: those that only wait for the end of the backward.
+        wholes: whole gradients, to which further uses will add.
+        blocks: scattered gradients, to which a later backward will add.
+        finished: reduced gradients, which wait for the end of the backward.
     """
 
     wholes: dict[int, Tensor] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Driver(Protocol):
         ...
 
     def leave(self) -> Unreduced:
-        """Brings what is under way to an end, and returns what another driver goes on with."""
+        """Finishes operations in flight, and returns the gradients with which another driver continues."""
         ...
 
 
@@ -80,9 +80,9 @@ class Differentiating(Protocol):
 
     Attributes:
         state: ``"forward"``, ``"backward"`` or ``"done"``.
-        num_backwards: how many backwards make one gradient.
-        carry: what its backward leaves to the next of them.
-        uses_left: for each weight, how many uses still have their backward before them.
+        num_backwards: number of backwards that make one gradient.
+        carry: what its backward carries to the next of them.
+        uses_left: for each weight, the number of uses whose backward has not run yet.
         weights: the weights of the program by array: key () is the whole array, (i,) its row i.
     """
 
@@ -98,11 +98,11 @@ class Differentiating(Protocol):
         ...
 
     def expect(self, use: Use) -> None:
-        """A use will have a backward."""
+        """Registers a use that will have a backward."""
         ...
 
     def settle(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
-        """A use has had its backward."""
+        """Registers that the backward of a use has run."""
         ...
 
     def check_alive(self) -> None:
@@ -111,7 +111,7 @@ class Differentiating(Protocol):
 
 
 class Members(NamedTuple):
-    """What is known of the weights of a unit, in their order; `trained` are the indices of those that train."""
+    """Facts about the weights of a unit, in their order. `trained` has the indices of those that train."""
 
     trainable: list[bool]
     released: list[bool]
@@ -136,12 +136,12 @@ class Recorder(Protocol):
         ...
 
     def emit(self, event: Event, use: Use | None = None) -> int:
-        """Writes an event down, and returns its index."""
+        """Records an event, and returns its index."""
         ...
 
 
 class Use:
-    """One call of a unit: what the backend's VJP nodes and the driver know of it."""
+    """One call of a unit, as the backend's VJP nodes and the driver see it."""
 
     __slots__ = (
         "arrays", "backward_index", "changed", "index", "inside", "names", "needs_backward", "num_recomputes",
@@ -169,7 +169,7 @@ class Use:
         return self.session.driver.before_forward(self)
 
     def after_forward(self) -> None:
-        """Releases them, as the driver decides."""
+        """Releases the whole weights if the driver decides so."""
         if self.needs_backward:
             self.run.expect(self)
         self.session.driver.after_forward(self)

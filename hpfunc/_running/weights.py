@@ -1,4 +1,4 @@
-"""How a sharded array becomes a weight of the program."""
+"""`weight_record`: the `Weight` of a program for a sharded array."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def weight_record(
     rows: tuple[int, ...],
     name: str,
 ) -> Weight:
-    """Returns the planner's view of one array that is gathered so; equal arguments give the same object."""
+    """Returns the planner's record of one array with this gather. Equal arguments give the same object."""
     dtype, layout = numerics.param_dtype or shard_dtype, gather.layout
     num_terms = layout.mesh.axis_size(layout.mesh.data_axes) * num_backwards
     return Weight(

@@ -1,11 +1,11 @@
-"""Writes into the memory of arrays, which are immutable: noticed when an array is used.
+"""Detects writes into the memory of arrays, which are immutable, when an array is used.
 
 # Note [Noticing writes]
-A framework counts the writes into a tensor. What the count is when an array comes from `shard`, `init`, `load` or a
-step, at the latest when the array is first used, it must still be on every later use. Not watched are arrays whose
-memory others may write to by contract (`optim.bind`, `interop`), parts of a larger tensor, which shares one count with
-its other parts, and what no framework counts: tensors of inference mode, writes by numpy, MindSpore. Of a donated array
-the step may write into the memory.
+A framework counts the writes into a tensor. The count is kept when an array comes from `shard`, `init`, `load` or a
+step, or else when the array is first used, and must be the same on every later use. Not watched are arrays whose memory
+others may write to by contract (`optim.bind`, `interop`), parts of a larger tensor, all of which share one count, and
+writes that no framework counts: into tensors of inference mode, by numpy, in MindSpore. The step may write into the
+memory of a donated array.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _owner(array: ShardedArray) -> Owner:
 
 
 def watch(array: ShardedArray) -> ShardedArray:
-    """Returns a new array, into which nothing may be written from now on."""
+    """Begins to watch a new array for writes, and returns it."""
     _begin(array._owner, backends.get(array.layout.mesh.framework))
     return array
 
@@ -48,7 +48,7 @@ def renewed(array: ShardedArray) -> ShardedArray:
 
 
 def share(array: ShardedArray) -> ShardedArray:
-    """Returns the array, whose memory others may write to."""
+    """Returns the array and stops watching it: others may write to its memory."""
     _owner(array).writes = UNWATCHED
     return array
 

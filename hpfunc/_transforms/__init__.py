@@ -1,1 +1,1 @@
-"""What a step calls: arrays are cut and put together, differentiated, and stepped through by plans."""
+"""The public transforms: shard and unshard arrays, differentiate a loss, and run a step by a plan."""

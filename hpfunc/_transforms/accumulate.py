@@ -35,30 +35,30 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Returns a function like `grad_fn` that cuts its batch into micro-batches and adds up their gradients.
 
-    The result is that of one big batch, for a loss that is a mean over examples (or, with ``reduce_op="sum"``, a sum),
-    at the memory of a small one. Gradients are added up in `Numerics.accum_dtype`.
+    For a loss that is a mean over examples (a sum, with ``reduce_op="sum"``), the result equals that of one large
+    batch, and the memory is that of a micro-batch. Gradients are added up in `Numerics.accum_dtype`.
 
     Args:
-        grad_fn: what `value_and_grad` or `grad` returned.
-        num_microbatches: how many, at least 1.
+        grad_fn: a function that `value_and_grad` or `grad` returned.
+        num_microbatches: number of micro-batches, at least 1.
         mode: what happens to the gradients of all but the last micro-batch. ``"scatter"`` reduce-scatters them and
-            carries shards, at one reduce-scatter for each micro-batch. ``"local"`` sends nothing, and carries whole
-            gradients, at the memory of the whole model. Both all-reduce once.
+            carries shards: one reduce-scatter for each micro-batch. ``"local"`` sends nothing and carries whole
+            gradients, which take the memory of the whole model. Both all-reduce once.
         batch_argnums: the positional arguments that are cut; default: all that are not differentiated. Every tensor of
-            one dim or more in them, and in keyword arguments, is cut; all else is given to each micro-batch.
-        dim: the dim of those tensors that is cut, into equal parts.
+            one dim or more in them, and in keyword arguments, is cut; each micro-batch gets all else uncut.
+        dim: the dim along which those tensors are cut into equal parts.
 
     Returns:
-        A function with the arguments and results of `grad_fn`. The loss is the mean of those of the micro-batches
-        (their sum with ``reduce_op="sum"``), and aux a list with one entry for each.
+        A function with the arguments and results of `grad_fn`. The loss is the mean of the losses of the micro-batches
+        (their sum with ``reduce_op="sum"``), and aux is a list with one entry for each micro-batch.
 
     Raises:
         PolicyError: `num_microbatches` or `mode` has a value outside of its range.
         UsageError: `grad_fn` was not made by `value_and_grad` or `grad`.
         LeafError: a tensor cannot be cut into equal parts.
 
-    Communication: gathers as `grad_fn`, for each micro-batch; for each weight one all-reduce in all, and one
-        reduce-scatter for each micro-batch (``"scatter"``) or in all (``"local"``).
+    Communication: the gathers of `grad_fn`, for each micro-batch; for each weight one all-reduce in total, and one
+        reduce-scatter for each micro-batch (``"scatter"``) or in total (``"local"``).
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -109,7 +109,7 @@ def _accumulate(
 
 @contextmanager
 def _one_session(mesh: Mesh) -> Iterator[None]:
-    """Lets all micro-batches be of one session: that of the step, or of this call."""
+    """A context in which all micro-batches use one session: that of the step, or a new one for this call."""
     if current_session() is not None:
         yield
         return
@@ -125,7 +125,7 @@ def _one_session(mesh: Mesh) -> Iterator[None]:
 
 
 def _cut(batch: dict[Any, Any], count: int, dim: int, mesh: Mesh) -> Iterator[dict[Any, Any]]:
-    """Yields the micro-batches of arguments, which are named by their number or keyword."""
+    """Yields the micro-batches of the arguments. Keys are argument numbers and keywords."""
     backend = backends.get(mesh.framework)
     leaves, treedef = flatten(list(batch.values()), is_sharded)
     labels = [f"args[{key}]" if isinstance(key, int) else key for key in batch]

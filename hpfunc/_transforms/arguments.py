@@ -1,4 +1,4 @@
-"""The arguments and results of a step: checked with all ranks, cut, named, and given back."""
+"""The arguments and results of a step: checked with all ranks, cut, named, and returned."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ KEPT_CALLS = 128
 
 @dataclass(slots=True)
 class Known:
-    """What was found out about arguments of one structure.
+    """What is known about arguments of one structure.
 
     Attributes:
         names: the path of each sharded leaf.
         specs: the entry of `in_specs` for each leaf.
         donated: which leaves may be updated in place.
-        history: fingerprints of the programs that the step ran with such arguments, the last one last.
+        history: fingerprints of the programs that the step ran with such arguments, oldest first.
     """
 
     names: dict[int, str]
@@ -40,7 +40,7 @@ class Known:
 
 
 class Arguments:
-    """What a step takes and returns, by the structures, shapes and specs that it was called with."""
+    """The arguments and results of a step, for all structures, shapes and specs that it was called with."""
 
     def __init__(
         self, fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...]
@@ -51,13 +51,13 @@ class Arguments:
 
     @property
     def histories(self) -> list[deque[str]]:
-        """What the step ran, for each structure of arguments."""
+        """The history of each structure of arguments."""
         return [known.history for known in self._known.values()]
 
     def known(
         self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], treedef: Any
     ) -> Known:
-        """Returns what is known of such arguments; those that were not seen before are checked with all ranks."""
+        """Returns what is known about such arguments. New ones are first checked with all ranks."""
         signature = treedef, tuple((x.layout, x._held_dtype, x.is_frozen) if is_sharded(x) else None for x in leaves)
         found = self._known.get(signature)
         if found is None:
@@ -67,7 +67,7 @@ class Arguments:
         return found
 
     def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Known:
-        """Checks arguments whose shapes and specs were not seen before, together with all ranks."""
+        """Checks arguments with new shapes or specs, together with all ranks."""
         names = self._names(args, kwargs)
         described = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
         if session.is_abstract:
@@ -106,7 +106,7 @@ class Arguments:
         return Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
 
     def fill(self, step: Step, leaves: Sequence[Any], known: Known) -> tuple[list[Any], dict[int, ShardedArray]]:
-        """Returns the leaves as the step sees them: arrays know their origin, global tensors are cut."""
+        """Returns the leaves that the step gets: arrays with their origin, and this rank's part of global tensors."""
         filled, arrays, backend = list(leaves), {}, backends.get(self.mesh.framework)
         for i, (leaf, spec) in enumerate(zip(leaves, known.specs, strict=True)):
             if is_sharded(leaf):
@@ -116,7 +116,7 @@ class Arguments:
         return filled, arrays
 
     def finish(self, outputs: Any, arrays: dict[int, ShardedArray]) -> Any:
-        """Wraps plain outputs as `out_specs` say, and ends the life of donated handles."""
+        """Wraps plain outputs according to `out_specs`, and consumes donated handles."""
         leaves, treedef = flatten(outputs, is_sharded)
         specs: list[PartitionSpec | None] = [None] * len(leaves)
         if self._out_specs is not None:
@@ -139,6 +139,6 @@ class Arguments:
 def _positional_names(fn: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin may have none
+    except (TypeError, ValueError):  # a builtin may have no signature
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -1,8 +1,8 @@
 """Collectives over named mesh axes, on plain tensors, with the transposes of JAX's `shard_map`.
 
-A plain tensor is each rank's own value. Transposes of each other are ``psum <-> pvary``, ``all_gather <->
-psum_scatter``, `all_to_all` with its two dims exchanged, and `ppermute` with sources and targets exchanged. Every
-function takes `mesh`, by default the one in use (a `sharded` step, `use_mesh`).
+A plain tensor is each rank's own value. ``psum <-> pvary`` and ``all_gather <-> psum_scatter`` are transposes of each
+other. The transpose of `all_to_all` has its two dims exchanged, that of `ppermute` its sources and targets. Every
+function takes `mesh`; the default is the mesh in use (of a `sharded` step, or of `use_mesh`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _apply(
     maps: Callable[[Comm, Tensor], Maps],
     check: Check | None = None,
 ) -> Any:
-    """Applies to each leaf the linear map that `maps` gives for it. Every leaf is checked before anything is sent.
+    """Applies the linear map that `maps` returns for a leaf to each leaf. Checks all leaves before it sends anything.
 
-    `check` gets the leaves, and their paths if it asks.
+    `check` gets the leaves, and a function that returns their paths.
     """
     mesh = current_mesh(function, mesh)
     with refusing_together(function, mesh):
@@ -103,9 +103,9 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
 
 
 def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
-    """Returns `x`, marked as different along an axis from here on: the gradients of these ranks are summed.
+    """Returns `x`, marked as varying along an axis from here on: the gradients of these ranks are summed.
 
-    Args and errors: as `psum`, whose transpose it is.
+    Its transpose is `psum`. Args and errors: as `psum`.
 
     Communication: none; in backward an all-reduce.
 
@@ -164,10 +164,10 @@ def _check_order(function: str, leaves: Sequence[Tensor], names: Callable[[], Se
 
 
 def _largest(backend: Backend, rows: Tensor) -> Tensor:
-    """Returns the maximum over the first dim, by way of a dtype that the framework compares."""
+    """Returns the maximum over the first dim, computed in a dtype that the framework can compare."""
     dtype = backend.dtype_name(rows)
     if dtype == "uint64":
-        lowest = -(1 << 63)  # moves the numbers down by half of their range
+        lowest = -(1 << 63)  # shifts the numbers down by half of their range
         return backend.cast((backend.cast(rows, "int64") ^ lowest).amax(0) ^ lowest, dtype)
     wide = "float32" if dtype.startswith("float8") else "int64" if dtype in ("uint16", "uint32") else dtype
     return backend.cast(backend.cast(rows, wide).amax(0), dtype)
@@ -209,7 +209,7 @@ def all_gather(x: Any, axis_name: AxisNames, *, dim: int = 0, tiled: bool = Fals
     Args:
         x: pytree of tensors, of the same shapes on these ranks.
         axis_name: one axis, or several, major first.
-        dim: where the new dim of size n stands; with `tiled`, the dim along which they are put together.
+        dim: position of the new dim of size n; with `tiled`, the dim along which the tensors are joined.
         tiled: join along `dim` instead of stacking.
         mesh: default: the mesh in use.
 
@@ -273,7 +273,7 @@ def _check_cut(function: str, t: Tensor, dim: int, channel: Comm, tiled: bool) -
 def all_to_all(
     x: Any, axis_name: AxisNames, split_dim: int, concat_dim: int, *, tiled: bool = False, mesh: Mesh | None = None
 ) -> Any:
-    """Cuts `x` along one dim, sends part r to rank r, and puts what arrives together along another dim.
+    """Cuts `x` along one dim, sends part r to rank r, and joins the received parts along another dim.
 
     Args:
         x: pytree of tensors, of the same shapes on these ranks.
@@ -321,7 +321,7 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]], *, m
     Args:
         x: pytree of tensors, of the same shapes on these ranks.
         axis_name: one axis, or several, major first.
-        perm: pairs (source, target) of places along the axis; no source and no target appears twice.
+        perm: pairs (source, target) of places along the axis. Each source and each target appears at most once.
         mesh: default: the mesh in use.
 
     Raises:

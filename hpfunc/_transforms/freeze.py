@@ -1,11 +1,11 @@
-"""Frozen arrays: what `value_and_grad` and optimizers leave as it is, though it stands among the weights.
+"""Frozen arrays: weights that `value_and_grad` does not differentiate and optimizers do not change.
 
 # Note [Who says that an array is frozen]
 A framework's own parameters say whether they train (``requires_grad``), and programs freeze parts of a model by that.
-An array takes it over from the tensor that it is cut of: frozen is what a parameter without gradient becomes. A tensor
-that is no parameter says nothing, as most tensors that a program makes do not want a gradient, and are to be trained
-all the same. The mark stays with the array through steps, `reshard`, checkpoints and ``optree.tree_map``. See the
-design note "Frozen arrays".
+An array takes the mark from the tensor that it is cut from: a parameter without gradient becomes a frozen array. Any
+other tensor sets no mark, because most tensors that a program makes do not require a gradient but are still meant to be
+trained. The mark stays with the array through steps, `reshard`, checkpoints and ``optree.tree_map``. See the design
+note "Frozen arrays".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._values.tree import dotted_paths, flatten, unflatten
 
 
 def marks_of(function: str, leaves: Sequence[Any]) -> list[bool | None]:
-    """Returns of each leaf whether it trains, None if it does not say. See Note [Who says that an array is frozen]."""
+    """Returns whether each leaf trains, None without a mark. See Note [Who says that an array is frozen]."""
     plain = [leaf for leaf in leaves if not is_sharded(leaf)]
     backend = backends.of(function, plain) if plain else None
     marks: list[bool | None] = []
@@ -34,12 +34,12 @@ def marks_of(function: str, leaves: Sequence[Any]) -> list[bool | None]:
 
 
 def is_trainable(path: str, leaf: Any) -> bool:
-    """Returns whether a leaf is not frozen: what `value_and_grad` differentiates.
+    """Returns whether a leaf is not frozen, so that `value_and_grad` differentiates it.
 
-    For `partition`, to see the frozen leaves of a tree by themselves.
+    Meant for `partition`, to separate the frozen leaves of a tree.
 
     Args:
-        path: is not looked at.
+        path: ignored.
         leaf: a `ShardedArray`, a tensor, or anything else.
 
     >>> import torch
@@ -52,18 +52,18 @@ def is_trainable(path: str, leaf: Any) -> bool:
 
 
 def freeze(tree: Any, where: Where | None = None) -> Any:
-    """Returns a tree of arrays of which some are frozen: the same memory, marked.
+    """Returns the tree with selected arrays marked as frozen, in the same memory.
 
-    `value_and_grad` gives them no gradient (None stands in its place), and optimizers leave them as they are, bit for
-    bit, without state. They are gathered in units like any other array. What `shard`, `init` and `init_module` make of
-    a module's parameter without gradient is frozen from the start.
+    The gradient of a frozen array is None in `value_and_grad`. Optimizers do not change a bit of it and keep no state
+    for it. Units gather it like any other array. `shard`, `init` and `init_module` return a frozen array for a module's
+    parameter without gradient.
 
     Args:
         tree: pytree of `ShardedArray`.
-        where: which, as for `partition`; None: all.
+        where: which arrays, as for `partition`; None: all.
 
     Raises:
-        LeafError: a leaf is no `ShardedArray`.
+        LeafError: a leaf is not a `ShardedArray`.
         SpecError, UsageError: as `partition`.
 
     Communication: none.
@@ -79,16 +79,16 @@ def freeze(tree: Any, where: Where | None = None) -> Any:
 
 
 def unfreeze(tree: Any, where: Where | None = None) -> Any:
-    """Returns a tree of arrays of which some are frozen no longer: the same memory, marked. The inverse of `freeze`.
+    """Returns the tree with selected arrays marked as not frozen, in the same memory. The inverse of `freeze`.
 
-    State of an optimizer is made for the arrays that train: call its `init` again.
+    An optimizer has state only for the arrays that train: call its `init` again.
 
     Args:
         tree: pytree of `ShardedArray`.
-        where: which, as for `partition`; None: all.
+        where: which arrays, as for `partition`; None: all.
 
     Raises:
-        LeafError: a leaf is no `ShardedArray`.
+        LeafError: a leaf is not a `ShardedArray`.
         SpecError, UsageError: as `partition`.
 
     Communication: none.
@@ -98,7 +98,7 @@ def unfreeze(tree: Any, where: Where | None = None) -> Any:
     >>> w = hpfunc.freeze(hpfunc.shard(torch.ones(2), mesh, hpfunc.P("shard")))
     >>> w, hpfunc.unfreeze(w)
     (ShardedArray(shape=(2,), dtype=torch.float32, spec=P('shard'), frozen), ShardedArray(shape=(2,), dtype=torch.float32, spec=P('shard')))
-    """  # noqa: E501 - what it prints
+    """  # noqa: E501 - printed output
     return _mark("hpfunc.unfreeze", tree, where, trains=True)
 
 

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad`: one differentiation, its gradients reduced over the data axes."""
+"""`value_and_grad` and `grad`: one differentiation, with gradients reduced over the data axes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function that computes `fun` and its gradient, reduced over the data axes.
 
-    ``no_grad`` or ``inference_mode`` around the call do not count, as in ``torch.func.grad``; inside of `fun` they do.
+    ``no_grad`` or ``inference_mode`` around the call have no effect, as in ``torch.func.grad``; inside of `fun` they
+    have.
 
     Args:
-        fun: returns a scalar: this rank's own loss, of its own data. With `has_aux` a pair of it and anything else.
+        fun: returns a scalar, this rank's own loss on its own data. With `has_aux`, a pair of the loss and anything.
         argnums: which positional arguments to differentiate: pytrees of `ShardedArray` (and of plain tensors, whose
             gradient is this rank's own and is not reduced).
         has_aux: `fun` returns ``(loss, aux)``.
@@ -48,18 +49,17 @@ def value_and_grad(
 
     Returns:
         ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is this rank's own. Gradients have the tree,
-        shapes and specs of the arguments, and their dtypes or `Numerics.accum_dtype`; weights that the loss does not
-        depend on have zeros, as long as it depends on one of them. In the place of a frozen leaf (see `freeze`), which
-        is not differentiated, stands None.
+        shapes and specs of the arguments, and their dtypes or `Numerics.accum_dtype`. Weights that the loss does not
+        depend on get zeros, if it depends on at least one weight. The gradient of a frozen leaf (see `freeze`) is None.
 
     Raises:
-        LeafError: a leaf is not floating, its gradient would be added up in 8 bits, or the loss is no scalar.
-        SpecError: arrays on different meshes, or one that cannot be gathered over the data axes.
-        MeshError: a mesh of more than one rank without data axes, which does not say that this is meant.
-        UsageError: nested calls, or a tensor of an ended call is differentiated, or every leaf is frozen, or there is
-            something to differentiate and the loss depends on nothing of it.
+        LeafError: a leaf is not floating, its gradient would be added up in 8 bits, or the loss is not a scalar.
+        SpecError: arrays are on different meshes, or one cannot be gathered over the data axes.
+        MeshError: a mesh of more than one rank has no data axes, and ``data_axes=()`` was not given.
+        UsageError: calls are nested, a tensor of an ended call is differentiated, every leaf is frozen, or the loss
+            depends on none of the leaves that are to be differentiated.
 
-    Communication: for each use of a `unit` a gather in forward and one in backward; for each array one reduce-scatter
+    Communication: for each use of a `unit` one gather in forward and one in backward; for each array one reduce-scatter
         over the data axes that cut it and one all-reduce over the others.
 
     >>> import torch
@@ -112,12 +112,12 @@ def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """The differentiated arguments, taken apart.
+    """The differentiated arguments, flattened.
 
     Attributes:
         tree: the arguments.
-        leaves: all of them, with the frozen ones, and `treedef` their structure.
-        places: where in `leaves` those stand that are not frozen.
+        leaves: all leaves, including frozen ones; `treedef` is their structure.
+        places: indices in `leaves` of those that are not frozen.
     """
 
     tree: tuple[Any, ...]
@@ -127,17 +127,17 @@ class _Picked:
 
     @classmethod
     def of(cls, tree: tuple[Any, ...]) -> _Picked:
-        """Takes arguments apart."""
+        """Flattens arguments."""
         leaves, treedef = flatten(tree, is_sharded)
         marks = marks_of(_NAME, leaves)
         return cls(tree, leaves, treedef, [i for i, trains in enumerate(marks) if trains is not False])
 
     def trained(self, items: Sequence[Any]) -> list[Any]:
-        """Returns those of the items, one for each leaf, that belong to leaves that are not frozen."""
+        """Returns the items of leaves that are not frozen. `items` has one item for each leaf."""
         return [items[place] for place in self.places]
 
     def filled(self, trained: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the tree with other values for those; the rest is taken from `leaves`."""
+        """Returns the tree with the values `trained` in the place of leaves that are not frozen, else `leaves`."""
         filled = list(leaves)
         for place, value in zip(self.places, trained, strict=True):
             filled[place] = value
@@ -168,14 +168,14 @@ def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Nu
     _check_reduced(function, names, leaves, kinds, numerics)
     arrays = {n: leaf for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)}
     check_gatherable(function, list(arrays.items()))
-    made = {n: leaf for n, leaf in arrays.items() if session.origin_of(leaf) is None}  # a step looks at its arguments
+    made = {n: leaf for n, leaf in arrays.items() if session.origin_of(leaf) is None}  # a step checks its arguments
     refuse_written(function, made.values(), lambda: list(made))
 
 
 def _check_reduced(
     function: str, names: Sequence[str], leaves: Sequence[Any], kinds: Sequence[str], numerics: Numerics
 ) -> None:
-    """Raises LeafError naming every leaf whose gradient would be added up in a dtype that has no sum."""
+    """Raises LeafError naming every leaf whose gradient would be added up in a dtype without addition."""
     reduced, accumulated = numerics.reduce_dtype or numerics.param_dtype, numerics.accum_dtype
     without = {kind for kind in set(kinds) if not (has_sums(reduced or kind) and has_sums(accumulated or kind))}
     bad = [
@@ -189,7 +189,7 @@ def _check_reduced(
 
 
 class GradFunction:
-    """What `value_and_grad` and `grad` return: called like their function."""
+    """The function that `value_and_grad` and `grad` return."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class GradFunction:
         return self.result(*self.run(args, kwargs, Backwards()))
 
     def result(self, loss: Tensor, aux: Any, gradients: tuple[Any, ...] | None) -> Any:
-        """Returns the parts of a result as the caller wants them."""
+        """Returns the result in the form that the caller asked for."""
         found = gradients[0] if isinstance(self._given, int) and gradients is not None else gradients
         if self._with_value:
             return ((loss, aux) if self._has_aux else loss), found
@@ -227,7 +227,7 @@ class GradFunction:
     def run(
         self, args: Sequence[Any], kwargs: dict[str, Any], backwards: Backwards
     ) -> tuple[Tensor, Any, tuple[Any, ...] | None]:
-        """Returns loss, aux and gradients; gradients are None if this backward carries them on."""
+        """Returns loss, aux and gradients. Gradients are None if this backward carries them to the next one."""
         if current_run() is not None:
             rule = "value_and_grad is called inside a function that is being differentiated"
             hint = "for second order differentiate `hpfunc.unshard` with torch.func; else call it before or after"

@@ -1,4 +1,4 @@
-"""The plans of a step: which one a call follows, and what is learned from the call."""
+"""The plans of a step: chooses the plan that a call follows, and makes plans from recorded calls."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64
 
 # Note [Equal on all ranks]
-# Which plan a call follows, and which plans are kept, follows from what earlier calls did, and that is equal on all
-# ranks: they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call
-# less than the others. So after a failure, of which all ranks know when the next step begins (`Control.generation`),
-# everything is forgotten, and the next call is recorded.
+# The choice of a plan, and the set of kept plans, depend only on what earlier calls did. That is equal on all ranks:
+# they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call less than
+# the others. All ranks know of a failure when the next step begins (`Control.generation`); then they drop all plans and
+# histories, and record the next call.
 
 
 class Plans:
     """The plans of one step.
 
     Attributes:
-        kept: by the fingerprint of their program, that of the last call last.
+        kept: prepared plans by the fingerprint of their program, in the order of their last use.
     """
 
     def __init__(self, mesh: Mesh, policy: Policy) -> None:
@@ -45,10 +45,10 @@ class Plans:
         self._generation = 0
 
     def review(self, program: Program, *, measures: bool) -> None:
-        """Refuses a policy that does not fit the program, before the step can update anything."""
+        """Raises PolicyError for a policy that does not fit the program, before the step can update anything."""
         check_policy(program, settle(self.policy, self.mesh, program, measures=measures))
         if self.kept:
-            return  # a later program may well lack a unit
+            return  # a later program may lack a unit
         if patterns := unmatched(program, self.policy):
             names = [f"unit {unit.name!r} of {_weights_of(program, unit)}" for unit in program.units]
             rule = f"no unit fits the pattern {patterns[0]!r} of Policy.release_overrides; there are"
@@ -60,7 +60,7 @@ class Plans:
         traits = Traits(ordered_sums=backends.get(self.mesh.framework).ordered_sums(self.mesh.device))
         schedule = plan(program, settle(self.policy, self.mesh, program, measures=measures), traits)
         report = check(schedule)
-        if not self.kept:  # what a step does now and then, as an early exit, does not stand for the model
+        if not self.kept:  # a rare program, such as that of an early exit, does not represent the model
             _warn_about(schedule, report)
         return schedule
 
@@ -68,9 +68,9 @@ class Plans:
         """Returns the fingerprint of the program that the step will probably run. See Note [Equal on all ranks].
 
         Args:
-            control: of the step.
-            histories: all that are kept, which a failure makes void.
-            history: of the programs that the step ran with such arguments.
+            control: the control channel of the step.
+            histories: all histories; they are cleared after a failure.
+            history: fingerprints of the programs that the step ran with such arguments.
         """
         if self._generation != control.generation:
             self._generation = control.generation
@@ -80,7 +80,7 @@ class Plans:
         return predict(tuple(history)) or ""
 
     def learn(self, session: Session, history: deque[str], expected: str) -> Schedule:
-        """Keeps what a call ran, and returns its plan, which is made if there is none."""
+        """Records the program that a call ran, and returns its plan. Makes the plan if there is none."""
         done = expected if session.plan is not None else session.program.fingerprint
         if done not in self.kept:
             schedule = self.make(session.program, measures=True)

@@ -1,4 +1,4 @@
-"""From plain tensors to sharded arrays: `shard` and `init`, and the checks of specs and leaves."""
+"""`shard` and `init`, which make sharded arrays from plain tensors, and the checks of specs and leaves."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _is_spec(value: Any) -> bool:
 def leaf_specs(
     function: str, tree: Any, name: str, specs: Any, mesh: Mesh, *, allow_unreduced: bool = False
 ) -> list[PartitionSpec | None]:
-    """Returns the spec of every leaf of `tree`, all of them checked.
+    """Checks and returns the spec of every leaf of `tree`.
 
-    A spec that stands above several leaves means `P()` on those of them that have no dims.
+    A spec that stands for several leaves means `P()` for leaves without dims.
 
     Raises:
-        SpecError: names every leaf whose spec does not fit its shape or the mesh.
+        SpecError: a spec does not fit the shape of its leaf or the mesh. Names every such leaf.
     """
     found = broadcast_prefix(
         function, specs, tree, argument="specs", name=name, is_prefix_leaf=_is_spec, is_leaf=is_sharded
@@ -74,7 +74,7 @@ def _spec_fault(spec: Any, shape: tuple[int, ...], mesh: Mesh, allow_unreduced: 
 
 
 def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, trains: bool | None = None) -> ShardedArray:
-    """Returns this rank's part of a whole tensor, in memory of its own. `trains`: see `marks_of`."""
+    """Returns a copy of this rank's part of a whole tensor. `trains`: see `marks_of`."""
     backend = backends.get(mesh.framework)
     layout = layout_of(tuple(tensor.shape), spec, mesh)
     part = backend.detach(tensor)[layout.local_slices(mesh.coordinate)]
@@ -84,7 +84,7 @@ def cut(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, trains: bool | None = N
 
 
 def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
-    """Raises LeafError naming every leaf that is no tensor of the mesh's framework."""
+    """Raises LeafError naming every leaf that is not a tensor of the mesh's framework."""
     leaves = flatten(tree, is_sharded)[0]
     backend = backends.of(function, leaves)
     bad = [
@@ -118,12 +118,12 @@ def shard(
         tree: pytree of tensors, of the same shapes and values on all ranks.
         mesh: where the arrays lie.
         specs: one `P`, or a tree of them that is a prefix of `tree`.
-        broadcast_from: take the values of this rank; the other ranks' tensors only give shapes.
-        check_replicas: compare the values that the ranks give, bit by bit. Without it you vouch for them: parts of
-            different values are an array that never was one. Under torch.func nothing is compared.
+        broadcast_from: use the values of this rank; of the other ranks' tensors only the shapes are used.
+        check_replicas: compare the values on all ranks bit by bit. Without it the caller guarantees that they are
+            equal; parts of different values do not form one array. Under torch.func nothing is compared.
 
     Returns:
-        The tree with a `ShardedArray` for each tensor; its memory is its own, on the mesh's device. That of a module's
+        The tree with a `ShardedArray` for each tensor, in new memory on the mesh's device. The array of a module's
         parameter without gradient is frozen (see `freeze`).
 
     Raises:
@@ -131,8 +131,8 @@ def shard(
         LeafError: a leaf is not a tensor of the mesh's framework, or ranks give different values.
         AgreementError: ranks disagree on the tree, shapes, dtypes or specs.
 
-    Communication: a digest; with `broadcast_from` one broadcast of each tensor, else another digest, of all values.
-        Where these differ, a digest per leaf.
+    Communication: a digest; with `broadcast_from` one broadcast of each tensor, else a second digest, of all values;
+        if that differs, a digest per leaf.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -165,7 +165,7 @@ def shard(
 
 
 def digest_of(mesh: Mesh, tensor: Tensor) -> int:
-    """Returns a digest of a whole tensor; 0 on a mesh of one rank, and of a tensor whose values nobody can see yet."""
+    """Returns a digest of a whole tensor; 0 on a mesh of one rank, and for a tensor that is abstract or transformed."""
     backend = backends.get(mesh.framework)
     if mesh.size == 1 or backend.is_abstract(tensor) or backend.is_transformed(()):
         return 0
@@ -176,7 +176,7 @@ def compare_values(function: str, rule: str, tree: Any, digests: Sequence[int], 
     """Compares the digests of the leaves of a tree between all ranks.
 
     Raises:
-        LeafError: some differ; on all ranks, naming every leaf and the ranks.
+        LeafError: some differ. Raised on all ranks; names every leaf and the ranks.
 
     Communication: 8 bytes from each rank; 8 more for each leaf if values differ.
     """
@@ -204,7 +204,7 @@ def _spell_groups(ranks: Sequence[int], column: Sequence[int]) -> str:
 
 
 def facts(tree: Any, wanted: Sequence[str]) -> str:
-    """Returns what ranks compare before they move a tree: each leaf, and what is to become of it."""
+    """Returns the text that ranks compare before they move a tree: each leaf and what will be done with it."""
     leaves, names = flatten(tree, is_sharded)[0], paths(tree, "tree", is_sharded)
     return "\n".join(
         f"{name}: {describe(leaf)}, {dtype_name(leaf.dtype)}, {target}"
@@ -221,26 +221,25 @@ def _spec_facts(tree: Any, specs: Sequence[PartitionSpec | None], marks: Sequenc
 def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     """Builds a sharded tree without the whole model on any rank.
 
-    `init_fn` first runs without data. What it does is then replayed operator by operator; each tensor is cut as soon as
-    it is final, so that about one of them is whole at a time. MindSpore cannot replay: there the whole tree is made
-    first.
+    `init_fn` first runs without data. Its operators are then replayed one by one; each tensor is cut as soon as it is
+    final, so that about one tensor is whole at a time. MindSpore cannot replay: there the whole tree is made first.
 
-    Values are those of one process, ``shard(init_fn(), mesh, specs)`` with the random generators of the mesh's first
-    rank, however the ranks are seeded: of torch (the CPU's and the mesh's device's), `random` and numpy, the global
-    ones. A rank's generator that had the first rank's state goes on behind what was drawn; any other goes on as if
-    `init` had not been called. So ranks have the same numbers afterwards if they had them before, and only then.
+    Values equal those of one process, ``shard(init_fn(), mesh, specs)`` with the global random generators of the mesh's
+    first rank: torch's (for the CPU and the mesh's device), `random`'s and numpy's. How other ranks are seeded does not
+    matter. A generator that had the first rank's state continues after the drawn numbers; any other continues as if
+    `init` had not been called. So ranks have equal states afterwards exactly if they had equal states before.
 
     Args:
-        init_fn: takes nothing, returns a pytree of tensors; the same on all ranks, as are seeds that it sets.
+        init_fn: takes nothing, returns a pytree of tensors. It, and any seed that it sets, is the same on all ranks.
         mesh: where the arrays lie.
         specs: one `P`, or a tree of them that is a prefix of the result.
 
     Raises:
         SpecError, AgreementError: as `shard`.
-        LeafError: as `shard`; also if the ranks make different values all the same.
+        LeafError: as `shard`; also if the ranks still make different values.
         LoweringError: `init_fn` needs the value of a tensor.
 
-    Communication: digests; the states of the first rank's generators (about 10 KB each) where those of ranks differ.
+    Communication: digests; the states of the first rank's generators (about 10 KB each) if states of ranks differ.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -249,7 +248,7 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     """
     name = "hpfunc.init"
     digests: dict[int, int] = {}
-    compares = False  # whether a comparison with the other ranks is under way, which fails on all of them
+    compares = False  # whether a comparison with the other ranks is in progress: all ranks see its failure
 
     def prepare(tree: Any) -> Callable[[int, Tensor], ShardedArray]:
         nonlocal compares
@@ -274,7 +273,7 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
         try:
             made = backends.get(mesh.framework).deferred(init_fn, prepare)
         except Exception as error:
-            if not compares:  # the others wait to compare what they have
+            if not compares:  # the others wait in the comparison
                 with suppress(AgreementError, PeerError):
                     control(mesh).agree(name, lambda: "", error)
             raise

@@ -1,4 +1,4 @@
-"""`sharded`: a step that is recorded once, planned, checked, and then run by its plan."""
+"""`sharded`: records a step once, plans and checks it, and then runs it by its plan."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NAME = "hpfunc.sharded"
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What a step would do, found without doing it.
+    """The program and the plan of a step, found without running it.
 
     Attributes:
         program: the uses of units, in order.
-        schedule: its plan.
+        schedule: the plan of the program.
     """
 
     program: Program
@@ -47,7 +47,7 @@ class ShardedStep:
     Attributes:
         last_schedule: the plan that the last call followed, or that was made from it; None before the first call.
         last_counters: what the last call sent, copied and waited for.
-        followed_plan: whether the last call ran by a plan from its beginning to its end.
+        followed_plan: whether the last call followed a plan from beginning to end.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class ShardedStep:
 
     @property
     def policy(self) -> Policy:
-        """How it is scheduled."""
+        """The policy by which the step is scheduled."""
         return self._plans.policy
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The plans that are kept: those of the last 64 different programs, the one that was used last at the end."""
+        """The kept plans: those of the last 64 different programs, in the order of their last use."""
         return tuple(prepared.schedule for prepared in self._plans.kept.values())
 
     @uncompiled
@@ -84,15 +84,15 @@ class ShardedStep:
         """Runs the step.
 
         Raises:
-            SpecError, LeafError, DonatedError: arguments do not fit; on all ranks, before anything is sent.
+            SpecError, LeafError, DonatedError: arguments do not fit; raised on all ranks before anything is sent.
             UsageError: an array among the arguments was written into, before the step or in it.
-            PolicyError: the policy does not fit what the step does; before anything is updated.
+            PolicyError: the policy does not fit the program; raised before anything is updated.
             LeafError: ranks hold different values of one part of an argument (a call that records, or ``debug=True``).
             AgreementError: ranks run different programs, or pass different arrays.
             PeerError: another rank failed or did not answer.
 
-        Communication: as the schedule says; on a call that records, a digest before each event, and for a
-            ``Policy(pack_below_bytes=None)`` what `probe` sends, if it was not measured before.
+        Communication: that of the schedule. A call that records also sends a digest before each event, and with
+            ``Policy(pack_below_bytes=None)`` the messages of `probe`, if it has not measured yet.
         """
         counted = self._backend.counters.copy()
         session = self._session(measures=True)
@@ -128,14 +128,14 @@ class ShardedStep:
 
     @uncompiled
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Records and plans the step on abstract arrays: nothing is computed, sent or changed.
+        """Records and plans the step on abstract arrays. Nothing is computed, sent or changed.
 
         Raises:
             LoweringError: the step needs the value of a tensor.
-            SpecError, LeafError: as a call.
+            SpecError, LeafError: as in a call.
 
-        Communication: none. With ``Policy(pack_below_bytes=None)`` it plans by what this process has measured already
-            (`probe`), else by 65536.
+        Communication: none. With ``Policy(pack_below_bytes=None)`` it plans with the size that this process has
+            measured (`probe`), else with 65536.
         """
         leaves, treedef = flatten((args, kwargs), is_sharded)
         with self._backend.abstract() as convert:
@@ -154,7 +154,7 @@ class ShardedStep:
         return Session(self.mesh, reference, is_abstract=is_abstract, debug=self._debug)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStep:
-        """Returns itself, as for any function: what it knows is plans."""
+        """Returns itself, as for any function: its only state is plans."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -178,26 +178,26 @@ def sharded(
 ) -> Any:
     """Returns a step that runs by a plan.
 
-    The first call records which units the step uses, in which order, while it runs them one after another: the
-    reference. From that a schedule is planned and checked, which the next calls follow: gathers and reductions then run
-    behind compute. A call that does something else goes on without a plan, and is planned anew; of steps that change
-    the plan is chosen by what followed in the past. No bit of the result depends on any of that.
+    The first call runs the units one after another (the reference), and records which units the step uses in which
+    order. From that a schedule is planned and checked. The next calls follow it: gathers and reductions then overlap
+    with compute. A call that leaves its plan continues without one, and is planned anew. For a step with several
+    programs, the plan is predicted from the history of its calls. No bit of the result depends on any of this.
 
     Args:
         step_fn: the step; None (or the mesh in its place) makes a decorator.
         mesh: the mesh of its arrays.
-        in_specs: a prefix of the positional arguments: plain tensors under a `P` are global values, of which the step
-            gets this rank's part. None leaves them alone.
-        out_specs: a prefix of the result: plain tensors under a `P` are this rank's part, and come out as
+        in_specs: a prefix of the positional arguments: plain tensors under a `P` are global values, and the step gets
+            this rank's part of them. None leaves them unchanged.
+        out_specs: a prefix of the result: plain tensors under a `P` are this rank's part, and are returned as
             `ShardedArray`.
         policy: how to schedule.
         donate_argnums: positional arguments whose arrays may be updated in place. Their handles are consumed by
             the first such update, at the latest when the step returns, and then raise `DonatedError`.
-        debug: look for mistakes, at the price of time. Arguments are compared before they are used, as the first call
-            compares them: which arrays they are, and parts that several ranks hold alike
-            (`hpfunc.debug.check_replicas`). Freed buffers are filled with NaN. The cotangent of each `psum`
-            and the argument of each `pvary` are compared along their axes, and gradients along the axes without data
-            that do not cut them; 8 bytes from each rank each time. Different bits are a `UsageError` on all ranks.
+        debug: look for mistakes, which takes time. Every call compares its arguments before it uses them, as the first
+            call does: which arrays they are, and parts that several ranks hold (`hpfunc.debug.check_replicas`).
+            Freed buffers are filled with NaN. The cotangent of each `psum` and the argument of each `pvary` are
+            compared along their axes, and gradients along the axes that are not data axes and do not cut them, with 8
+            bytes from each rank each time. Different bits raise `UsageError` on all ranks.
 
     Returns:
         A `ShardedStep`, called like `step_fn`.

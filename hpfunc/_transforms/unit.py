@@ -1,4 +1,4 @@
-"""`unit`: a function of whole weights, called with sharded ones."""
+"""`unit`: a function of whole weights that is called with sharded weights."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def unit(
 ) -> Callable[..., Any]:
     """Returns `fn` as a unit of sharding: its weights are gathered together, used, and dropped.
 
-    ``fn(weights, *args, **kwargs)`` sees whole tensors in the place of the `ShardedArray` leaves of its first argument.
-    Inside `value_and_grad` they are dropped after forward, gathered again for backward, and their gradients reduced;
-    inside a `sharded` step all of that is scheduled ahead.
+    ``fn(weights, *args, **kwargs)`` gets whole tensors in the place of the `ShardedArray` leaves of its first argument.
+    Inside `value_and_grad` they are dropped after forward and gathered again for backward, and their gradients are
+    reduced. Inside a `sharded` step all of this is scheduled ahead.
 
     Args:
-        fn: its weights must not leave it: not as an output, not by writing into them.
-        name: for schedules and messages; default: the function's own.
-        remat: keep only the tensors among ``args`` from forward to backward, and run `fn` again in backward. It sees
-            the same random numbers. The weights that are gathered for backward anyway serve that run too, and no bit
-            of the result changes.
-        axes: gather its weights over these data axes only; default: all of them. A weight that another data axis cuts
-            stays cut by it inside of the unit, and its gradient is not reduced over that axis: `fn` has brought the
-            data of these ranks to it (`all_to_all`). The mean still divides by the ranks along all data axes. That is
-            expert parallelism: ranks along ``"ep"`` have data of their own, and experts of their own.
+        fn: must not return its weights or write into them.
+        name: for schedules and messages; default: the name of the function.
+        remat: keep only the tensors among ``args`` from forward to backward, and run `fn` again in backward, with the
+            same random numbers. This run uses the weights that are gathered for backward anyway. No bit of the result
+            changes.
+        axes: gather the weights over these data axes only; default: all data axes. A weight that another data axis cuts
+            stays cut by it inside of the unit, and its gradient is not reduced over that axis: `fn` must move the data
+            of these ranks to it (`all_to_all`). The mean still divides by the ranks along all data axes. This is expert
+            parallelism: each rank along ``"ep"`` has its own data and its own experts.
 
     Raises:
         LeafError: the first argument has plain tensors, or another one has sharded arrays.
@@ -56,8 +56,8 @@ def unit(
         SpecError: an array cannot be gathered over these axes alone, or lies on another mesh than the others.
         MeshError: one of `axes` is not a data axis, or it is not known which axes are.
 
-    Communication: an all-gather over those of `axes` that cut the weights, again in backward; there also their
-        reduction. With `remat` also the collectives that `fn` calls, again in backward.
+    Communication: an all-gather over those of `axes` that cut the weights, again in backward, which also reduces the
+        gradients. With `remat` also the collectives that `fn` calls, again in backward.
 
     >>> import torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -72,7 +72,7 @@ def unit(
 def unit_around(
     fn: Callable[..., Any], label: str, remat: bool, given: Axes | None = None, inside: Inside | None = None
 ) -> Callable[..., Any]:
-    """Returns `fn` as a unit, see `unit`; `inside` is told of its backwards."""
+    """Returns `fn` as a unit, see `unit`. `inside` is notified of its backwards."""
 
     @functools.wraps(fn)
     def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def _call(
     kwargs: Any,
 ) -> Any:
     remat, inside = options
-    # Only a run tracks arrays. One that has ended may have left an array behind, which is a constant now.
+    # Only a run tracks arrays. An array that an ended run has left behind is a constant now.
     tracking = [a._tracker for a in arrays if a._tracker is not None and a._tracker.state != "done"]
     run = cast(Run, tracking[0]) if tracking else current_run()
     backend = backends.get(arrays[0].mesh.framework)
@@ -176,7 +176,7 @@ def _call(
             rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
             raise UsageError(message(_NAME, rule, hint=hint))
         return body([unshard_array(_NAME, a, axes) for a in arrays], *args, **kwargs)  # the leaf form
-    if (outer := unit_label.get()) is not None:  # its events would lie inside of the other's, which no plan can follow
+    if (outer := unit_label.get()) is not None:  # no plan can follow events inside of another unit's
         hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
         raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
     if run is not None:
@@ -197,7 +197,7 @@ def _call(
 
 
 def _refuse_computed(label: str, arrays: Sequence[ShardedArray], names: Names, backend: Backend) -> None:
-    """Raises UsageError naming every array whose local part was computed from what is being differentiated."""
+    """Raises UsageError naming every array whose local part was computed from differentiated values."""
     untracked = [array._value for array in arrays if array._tracker is None]
     if not untracked or not backend.is_transformed(untracked):
         return
@@ -218,7 +218,7 @@ def _inputs(backend: Backend, arrays: Sequence[ShardedArray], args: Any, kwargs:
 
 
 def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> Callable[..., Any]:
-    """Returns `body` with the casts of inputs and outputs that `Numerics` asks for."""
+    """Returns `body` with the casts of inputs and outputs that `numerics` asks for."""
     if not numerics.cast_inputs and numerics.output_dtype is None:
         return body
 

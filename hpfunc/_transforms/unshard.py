@@ -1,4 +1,4 @@
-"""From sharded arrays to whole tensors, back, and from layout to layout: `unshard`, `reduce`, `reshard`."""
+"""`unshard`, `reduce`, `reshard`: from sharded arrays to whole tensors, back, and to other specs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _gather_axes(function: str, array: ShardedArray, axes: tuple[str, ...] | Non
 
 
 def unshard_array(function: str, array: ShardedArray, axes: tuple[str, ...] | None = None) -> Tensor:
-    """Returns the whole of one array over `axes`, differentiable with `reduce` as its transpose."""
+    """Returns one array gathered over `axes`. It is differentiable; its transpose is `reduce`."""
     return _unsharding(function, array, axes)()
 
 
@@ -56,7 +56,7 @@ Map = Callable[[Tensor], Tensor]
 def _maps(layout: Layout, axes: tuple[str, ...], reduce_axes: tuple[str, ...]) -> tuple[Map, Map]:
     """Returns the gather of local parts over `axes`, and the reduce-scatter over them that also sums `reduce_axes`.
 
-    They are each other's transposes, as far as a sum over replicas is the transpose of having the same on each.
+    They are transposes of each other; the sum over `reduce_axes` is taken as the transpose of replication.
     """
 
     def over(tensor: Tensor) -> Gather:  # dims beyond those of the array come from an outer vmap
@@ -87,8 +87,8 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
         The tree with a plain tensor for each array: the whole, or this rank's part along the axes that stay.
 
     Raises:
-        LeafError: a leaf is no `ShardedArray`.
-        SpecError: an array cannot be gathered over `axes` alone, or still is a partial sum.
+        LeafError: a leaf is not a `ShardedArray`.
+        SpecError: an array cannot be gathered over `axes` alone, or is still a partial sum.
         MeshError: no axes are given, and it is not known which ones are data axes.
         AgreementError: ranks disagree on the arrays.
 
@@ -123,9 +123,9 @@ def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
 def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Sums a tree over the data axes and keeps this rank's part: the transpose of `unshard`.
 
-    Plain tensors are each rank's own summands, whole over the data axes: a reduce-scatter over the data axes that cut
-    them by `specs`, an all-reduce over the others, save those that the spec calls unreduced. A `ShardedArray` that
-    still is a partial sum is finished by the all-reduce that it lacks.
+    Plain tensors are each rank's own summands, whole over the data axes. They are reduce-scattered over the data axes
+    that cut them by `specs`, and all-reduced over the other data axes, except those that the spec calls unreduced. A
+    `ShardedArray` that is still a partial sum gets the missing all-reduce.
 
     Args:
         tree: pytree of tensors, or of `ShardedArray`.
@@ -170,7 +170,7 @@ def reduce(tree: Any, mesh: Mesh | None = None, specs: Any = None) -> Any:
 
 
 def _cuts(spec: PartitionSpec, dim: int, mesh: Mesh) -> tuple[int, int]:
-    """Returns over how many ranks the data axes cut a dim, and the axes that stay."""
+    """Returns the number of ranks over which the data axes cut a dim, and that of the other axes."""
     axes = spec.dim_axes(dim)
     over_data = mesh.axis_size([axis for axis in axes if axis in mesh.data_axes])
     return over_data, mesh.axis_size(axes) // over_data
@@ -179,7 +179,7 @@ def _cuts(spec: PartitionSpec, dim: int, mesh: Mesh) -> tuple[int, int]:
 def _check_wholes(
     function: str, names: Sequence[str], leaves: Sequence[Tensor], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> None:
-    """Raises SpecError naming every tensor that cannot be what the data axes gather of an array of its spec."""
+    """Raises SpecError naming every tensor that no array of its spec can give when it is gathered over data axes."""
     misplaced, uneven = [], []
     for name, leaf, spec in zip(names, leaves, specs, strict=True):
         layout, place = layout_of(tuple(leaf.shape), spec, mesh), f"{name}: {describe(leaf)}, spec {spec}"
@@ -222,14 +222,14 @@ def _finish(array: ShardedArray) -> ShardedArray:
 
 @uncompiled
 def reshard(tree: Any, specs: Any) -> Any:
-    """Lays sharded arrays out anew on their mesh; partial sums are finished first.
+    """Changes the specs of sharded arrays on their mesh. Partial sums are finished first.
 
     Args:
         tree: pytree of `ShardedArray`.
         specs: one `P`, or a tree prefix: the new specs.
 
     Raises:
-        LeafError: a leaf is no `ShardedArray`.
+        LeafError: a leaf is not a `ShardedArray`.
         SpecError: a spec does not fit.
 
     Communication: a digest; per array whose spec changes, one all-gather over the axes that cut it. One array is whole

@@ -1,7 +1,7 @@
-"""Planning: from a recorded program and a policy to a schedule, and its proof. Plain Python, and no framework.
+"""Planning: from a recorded program and a policy to a schedule, and its proof. Plain Python, no framework.
 
-`plan` writes a `Schedule` for a `Program`; `check` proves that it is safe and right, and counts what it costs;
-`interpret` (needs numpy) runs it for all ranks in one process, `reference` says what the program means.
+`plan` makes a `Schedule` for a `Program`. `check` proves that it is safe and correct, and counts its costs. `interpret`
+(needs numpy) runs it for all ranks in one process; `reference` is the result that the program defines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEED_NUMPY = {"World": "reference", "interpret": "interpreter", "reference": "r
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs numpy when it is asked for."""
+    """Imports names that need numpy on first access."""
     if name in _NEED_NUMPY:
         return getattr(import_module(f".checking.{_NEED_NUMPY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,15 +11,15 @@ from .program import Program
 from .reduce_buffers import Bundle, Member, Share, key_of, lay_out, merged
 
 # Note [Where a carried shard lives]
-# In the reduce buffer in which the first backward has scattered it, if that has the dtype in which gradients
-# accumulate, else in a buffer of its own. Later shards are added to it in place. The last backward adds what is carried
-# to its own reduce buffer, so that the all-reduce is in place there as ever. If another dtype is reduced than
-# accumulated, the sum is formed where it is carried, and cast into the reduce buffer, or delivered from where it is if
-# nobody has a replica.
+# A carried shard stays in the reduce buffer of the first backward's reduce-scatter if that has the accumulation dtype.
+# Otherwise it is copied to a buffer of its own. Later shards are added to it in place. The last backward adds the
+# carried shard into its own reduce buffer, so that the all-reduce is in place as usual. If the reduction and
+# accumulation dtypes differ, the sum is formed in the buffer of the carried shard. It is then cast into the reduce
+# buffer, or delivered from there if there are no replicas.
 
 
 def carries_shards(program: Program) -> list[bool]:
-    """Returns for each event whether the shards of gradients that are complete there are carried on."""
+    """Returns for each event whether gradients that are complete there are carried to the next backward as shards."""
     result: list[bool] = []
     carries = False
     for event in reversed(program.events):
@@ -30,7 +30,7 @@ def carries_shards(program: Program) -> list[bool]:
 
 
 class Carried:
-    """What is carried at the moment."""
+    """The shards that are carried now."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -43,13 +43,13 @@ class Carried:
         return weight in self._regions
 
     def free_spent(self) -> None:
-        """Frees what is not needed any more. Compute waits for its last use, so that is done one unit later."""
+        """Frees buffers that are not needed any more. Compute waits for their last use, so this is done a unit late."""
         for region in self._spent:
             self._draft.free(region)
         self._spent = []
 
     def add(self, bundles: Iterable[Bundle]) -> None:
-        """Carries what has been scattered into these reduce buffers."""
+        """Carries the shards that were scattered into these reduce buffers."""
         for bundle in bundles:
             slices = bundle.slices
             fresh = {w: region for w, region in slices.items() if w not in self._regions}
@@ -64,7 +64,7 @@ class Carried:
             self._spent.append(bundle.buffer)
 
     def finish(self, label: str, members: Sequence[tuple[Bundle, Member]]) -> None:
-        """Adds what is carried to what has been scattered last, and leaves the sum in the slices of the members."""
+        """Adds carried shards to the shards of the last backward. The sums are in the slices of the members."""
         into: list[tuple[Region, Region, Region]] = []
         onto: list[tuple[Region, Region, Region]] = []
         back: dict[Region, Region] = {}
@@ -91,7 +91,7 @@ class Carried:
         self._drop(spent)
 
     def rest(self) -> list[Bundle]:
-        """Returns what is carried of weights that the last backward has not used, ready for its all-reduce."""
+        """Returns the carried shards of weights that the last backward has not used, ready for the all-reduce."""
         keys: defaultdict[object, list[int]] = defaultdict(list)
         for w in sorted(self._regions):
             keys[key_of(self._weights[w])].append(w)
@@ -116,7 +116,7 @@ class Carried:
         self._left.update(region.buffer for region in regions.values())
 
     def _begin(self, label: str, slices: dict[int, Region]) -> None:
-        """Makes buffers for weights of which nothing is carried yet, one for each dtype."""
+        """Makes buffers for weights without a carried shard, one for each dtype."""
         dtypes: defaultdict[str, list[int]] = defaultdict(list)
         for w in slices:
             dtypes[self._weights[w].accum_dtype].append(w)
@@ -132,7 +132,7 @@ class Carried:
             self._carry(dict(zip(weights, regions, strict=True)))
 
     def _accumulate(self, name: str, sums: list[tuple[Region, Region, Region]]) -> None:
-        """Adds pairs of regions (earlier, later, where the sum goes), in as few pieces as possible."""
+        """Adds pairs of regions, given as (earlier, later, sum), in as few pieces as possible."""
         if not sums:
             return
         reads, writes = [], []
@@ -150,7 +150,7 @@ class Carried:
 
 
 def _merged(sums: list[tuple[Region, Region, Region]]) -> list[tuple[Region, ...]]:
-    """Returns triples of regions, those of which all three continue each other as one."""
+    """Returns the triples, with adjacent ones joined if all three of their regions are adjacent."""
     result: list[tuple[Region, ...]] = []
     for triple in sums:
         pairs = [list(merged(pair)) for pair in zip(result[-1], triple, strict=True)] if result else []

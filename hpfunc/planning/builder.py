@@ -1,7 +1,7 @@
-"""A `Schedule` while it is written: a sequential program, whose waits are derived as it grows.
+"""`Draft`: builds a `Schedule` as a sequential program, and derives the waits of its ops.
 
-The planner says only what happens, in which order and on which stream. Which stream must wait for which follows from
-the regions that the ops touch, and is found here, once, for all of them.
+The planner chooses only the ops, their order and their streams. The waits between streams follow from the regions that
+the ops touch, and are derived here for all ops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .schedule import Schedule
 
 
 class Draft:
-    """Collects buffers and ops in the order in which they are to be issued, and gives them readable, unique names."""
+    """Collects buffers and ops in issue order, and gives them readable, unique names."""
 
     def __init__(self, program: Program, policy: Policy, *, ordered_sums: bool) -> None:
         self.program = program
@@ -49,7 +49,7 @@ class Draft:
         self._waits = _Waits()
 
     def at(self, event: int, when: Literal["before", "after"]) -> None:
-        """Says where the ops that follow belong."""
+        """Sets the slot of the ops that follow."""
         self._slots.append((event, when, []))
         if when == "before":
             self._waits.caller_works()
@@ -66,8 +66,8 @@ class Draft:
     def reduced(self) -> Stream:
         """The stream of the local ops that fill reduce buffers.
 
-        Where sums are formed locally it is not that of the reduce-scatters: one more of these is launched before the
-        last one is summed, and nothing should wait for it.
+        If sums are formed locally it is not the stream of the reduce-scatters: the next reduce-scatter is launched
+        before the previous one is summed, and the sum must not wait for it.
         """
         return "all_reduce" if self.ordered_sums else "reduce_scatter"
 
@@ -90,16 +90,16 @@ class Draft:
     def buffer(
         self, kind: BufferKind, of: str, numel: int, dtype: str, stream: Stream, weight: int | None = None
     ) -> Region:
-        """Returns the whole of a new buffer."""
+        """Makes a buffer, and returns all of it."""
         return self._add(Buffer(self._unique(f"{kind} {of}"), kind, numel, dtype, stream, weight))
 
     def compute(self, event: Event, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> None:
-        """Writes down the unit's own work at an event."""
+        """Issues the unit's own work at an event."""
         name = self._unique(f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}")
         self._issue(Compute(name, index, tuple(reads), tuple(writes)))
 
     def caller(self, name: str, weights: Iterable[int] = ()) -> None:
-        """Says that the caller has written the shards of some weights by now, or may write them from now on."""
+        """Issues a `Caller`: the caller has written the shards of some weights, or may write them from now on."""
         self._issue(Caller(self._unique(name), tuple(map(self.shard, weights))))
 
     def launch(
@@ -110,7 +110,7 @@ class Draft:
         reads: Sequence[Region],
         writes: Sequence[Region],
     ) -> None:
-        """Issues collectives on the stream of the communicator's purpose, so that it is never on two."""
+        """Issues collectives on the stream of the communicator's purpose, so that no communicator is on two streams."""
         stream = communicator.purpose
         self._issue(Launch(self._unique(name), collective, communicator, stream, tuple(reads), tuple(writes)))
 
@@ -126,7 +126,7 @@ class Draft:
         parts: int = 1,
         divisor: int = 1,
     ) -> None:
-        """Writes down local work."""
+        """Issues local work."""
         self._issue(Local(self._unique(name), kind, stream, tuple(reads), tuple(writes), (), weights, parts, divisor))
 
     def free(self, region: Region) -> None:
@@ -153,7 +153,7 @@ class Draft:
         return Region(len(self._buffers) - 1, 0, buffer.numel)
 
     def _issue(self, op: Op) -> None:
-        """Issues an op after what it waits for; before it begins memory of another stream, that gets a `Caller`."""
+        """Issues an op with its waits. Inserts a `Caller` if the op needs one: see Note [Whose memory]."""
         owners = self._waits.owners(op, self._buffers)
         assert owners <= {"compute"}, f"{op.name} begins memory that nobody hands over"
         if owners and not self._waits.knows_caller:
@@ -166,25 +166,25 @@ class Draft:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Returns the names, those that occur more than once with their index."""
+    """Returns the names; adds the index to names that occur more than once."""
     count = Counter(names)
     return [name if count[name] == 1 else f"{name}[{index}]" for index, name in enumerate(names)]
 
 
 # Note [Waits follow from regions]
-# The flat list of ops, read one after another, is what a schedule means. Streams may run ahead of one another as long
-# as nobody can tell: an op has to wait for an earlier op of another stream exactly if both touch one element and one of
-# them writes it, or if one of them begins or ends the buffer that both touch. Of these the latest on each stream is
-# enough, as a stream keeps its order, and none is needed for which an op before it on its own stream, or another of its
-# waits, has waited already. Both are read off a vector clock: for each op, how many ops of every stream are known to
-# be complete when it is, itself included. On top come the edges of Note [Whose memory].
+# A schedule means its flat list of ops, run one after another. Streams may run ahead of one another if that does not
+# change a result. So an op must wait for an earlier op of another stream exactly if both touch one element and one of
+# them writes it, or if one of them begins or ends the buffer that both touch. A stream runs in order, so the latest
+# such op on each stream is enough. A wait is redundant if an earlier op of the same stream, or another wait of the op,
+# implies it. A vector clock answers both: for each op, the number of ops of every stream that are complete when it is,
+# itself included. The edges of Note [Whose memory] are added to these waits.
 
 Clock = list[int]
 _LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
 
 
 def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot, ...]:
-    """Returns the slots with the fewest waits that order each op after everything before it with which it conflicts."""
+    """Returns the slots with the fewest waits that order each op after all earlier ops with which it conflicts."""
     waits, derived = _Waits(), list[Slot]()
     for slot in slots:
         if slot.when == "before":
@@ -195,7 +195,7 @@ def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot
 
 
 class _Issued(NamedTuple):
-    """An op that was issued: its stream, as an index, and its clock."""
+    """An op that was issued, with the index of its stream and its clock."""
 
     name: str
     lane: int
@@ -203,48 +203,48 @@ class _Issued(NamedTuple):
 
 
 class _Waits:
-    """The ops so far, what they touch, and when."""
+    """The ops issued so far, with their regions and clocks."""
 
     def __init__(self) -> None:
         self._issued: list[_Issued] = []
         self._last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
         self._uses: defaultdict[int, list[tuple[Region, bool, int]]] = defaultdict(list)
-        """By buffer: what was touched, whether it was written, and by which op."""
+        """By buffer: regions that were touched, whether they were written, and by which op."""
         self._computed: int | None = None
         """The last op of the compute stream, if the caller has done nothing of its own since."""
 
     @property
     def knows_caller(self) -> bool:
-        """Whether an op of the compute stream says what the caller has done so far."""
+        """Whether an op of the compute stream follows all work of the caller so far."""
         return self._computed is not None
 
     def owners(self, op: Op, buffers: Sequence[Buffer]) -> set[Stream]:
-        """Returns the other streams to which the memory belongs that an op begins."""
+        """Returns the streams, other than its own, whose memory an op is the first to write."""
         begun: set[Stream] = {buffers[r.buffer].stream for r in op.writes if not self._uses.get(r.buffer)}
         begun.discard(op.stream)
         return begun
 
     def caller_works(self) -> None:
-        """The caller does something of its own on the compute stream."""
+        """The caller runs work of its own on the compute stream."""
         self._computed = None
 
     def ordered(self, op: Op, *, begins_foreign: bool) -> Op:
-        """Returns an op, which is issued now, with what it has to wait for.
+        """Issues an op, and returns it with its waits.
 
         Args:
-            op: whose own waits do not count.
-            begins_foreign: it begins memory of another stream, the compute stream.
+            op: the op; waits that it has already are replaced.
+            begins_foreign: whether it is the first to write memory of another stream, the compute stream.
         """
         index, lane, names = len(self._issued), _LANES[op.stream], list[str]()
         conflicts = self._conflicts(index, op)
         if begins_foreign and self._computed is not None:
             conflicts.add(self._computed)
         if self._issued:
-            conflicts.add(0)  # the beginning of the step, or what a stream begins with has waited for it
+            conflicts.add(0)  # the first op of the step; redundant after the first op of a stream
         if op.stream == "compute":
             self._computed = index
         clock = self._last[lane].copy()
-        # The latest first: it may have waited for the others.
+        # The latest first: its clock may cover the others.
         for other in (self._issued[i] for i in sorted(conflicts - {index}, reverse=True)):
             if clock[other.lane] < other.clock[other.lane] and other.lane != lane:
                 names.append(other.name)
@@ -256,7 +256,7 @@ class _Waits:
         return op if op.waits == waits else replace(op, waits=waits)
 
     def _conflicts(self, index: int, op: Op) -> set[int]:
-        """Returns the ops that have touched what an op touches, one of the two writing."""
+        """Returns the earlier ops that touch an element which this op touches, if one of the two writes it."""
         conflicts = set[int]()
         for regions, writing in ((op.reads, False), (op.writes, True)):
             for region in regions:
@@ -265,6 +265,6 @@ class _Waits:
                     if (writing or written) and region.overlaps(other):
                         conflicts.add(user)
                 if uses and uses[0][1]:
-                    conflicts.add(uses[0][2])  # it has begun the buffer
+                    conflicts.add(uses[0][2])  # its first write begins the buffer
                 uses.append((region, writing, index))
         return conflicts

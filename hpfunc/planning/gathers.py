@@ -1,4 +1,4 @@
-"""When whole weights are gathered, and when they are released."""
+"""`Gathers`: when whole weights are gathered and released."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Gathers:
         self._made: set[int] = set()
 
     def before(self, event: int) -> list[Region]:
-        """Makes the unit of a compute event whole and gathers ahead; returns what the event reads."""
+        """Makes the unit of a compute event whole, and gathers ahead. Returns the regions that the event reads."""
         index = self._unit(event)
         if index not in self._called:
             self._called.add(index)
             self._take_made(index)
         if not self._windows.is_in_place(index) and index not in self._wholes:
             self._launch(index)
-        self._launch_ahead(event)  # units near only now, and those whose arrays the step has just made
+        self._launch_ahead(event)  # units that became near, or whose arrays the step has just made
         self._finish(index)
         wholes = self._wholes.get(index, {})
         return [wholes[w] if w in wholes else self._draft.shard(w) for w in self._program.units[index].weights]
 
     def after(self, event: int) -> None:
-        """Releases the unit of a compute event if the policy says so, and gathers in its place what comes near."""
+        """Releases the unit of a compute event if the policy says so, and gathers units that become near."""
         index = self._unit(event)
         if index in self._wholes and not self._keeps(index, event):
             self._release(index)
@@ -61,7 +61,7 @@ class Gathers:
             self._release(index)
 
     def _launch_ahead(self, event: int) -> None:
-        """Issues the gathers of the units that are to be under way while that of an event computes."""
+        """Issues the gathers that should be in flight while the unit of an event computes."""
         own, near = self._unit(event), self._windows.near(event)
         depth = self._policy.depth(self._program.events[event].kind)
         for unit in near[: depth + (own in near[:1])]:
@@ -80,19 +80,19 @@ class Gathers:
         return index
 
     def _known(self, unit: int) -> bool:
-        """Returns whether the unit's shards exist: an array that the step makes does when its unit is called."""
+        """Returns whether the unit's shards exist. An array that the step makes exists once its unit is called."""
         weights = self._program.units[unit].weights
         return unit in self._called or all(self._program.weights[w].origin is not None for w in weights)
 
     def _take_made(self, unit: int) -> None:
-        """Takes the shards that the step has made, for the unit that is called with them."""
+        """Issues a `Caller` for the shards that the step has made for a unit, when the unit is first called."""
         made = [w for w in self._program.units[unit].weights if self._program.weights[w].origin is None]
         if fresh := [w for w in dict.fromkeys(made) if w not in self._made]:
             self._made.update(fresh)
             self._draft.caller(f"made for {self._draft.unit(unit)}", fresh)
 
     def _launch(self, unit: int) -> None:
-        """Issues the gather of a unit: casts of weights that nobody cuts, then one launch over each communicator."""
+        """Issues the gather of a unit: casts of weights that no axis cuts, then one launch per communicator."""
         program, draft = self._program, self._draft
         label = draft.unit(unit)
         weights = tuple(dict.fromkeys(program.units[unit].weights))
@@ -116,7 +116,7 @@ class Gathers:
         self._flying[unit] = flying
 
     def _message(self, label: str, bucket: tuple[int, ...], wholes: dict[int, Region]) -> _Message:
-        """Packs the shards of a bucket, and makes room for what will be received, as far as either is needed."""
+        """Packs the shards of a bucket, and makes a buffer for the received message, if either is needed."""
         draft, first = self._draft, self._program.weights[bucket[0]]
         shards = [draft.shard(w) for w in bucket]
         alone = len(bucket) == 1
@@ -132,10 +132,10 @@ class Gathers:
         return _Message(bucket, sent, draft.buffer("gathered", of, numel * first.num_shards, first.dtype, "gather"))
 
     def _finish(self, unit: int) -> None:
-        """Unpacks what has been gathered.
+        """Unpacks the gathered messages of a unit.
 
-        On the stream of compute: there it keeps no later gather waiting, and a host that does it itself has issued
-        those before it waits.
+        This runs on the compute stream, where it does not delay later gathers. A host that unpacks by itself has issued
+        them before it waits.
         """
         wholes = self._wholes.get(unit, {})
         for message in self._flying.pop(unit, ()):

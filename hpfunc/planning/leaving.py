@@ -1,4 +1,4 @@
-"""What to do with a schedule whose program is not run to its end: which ops still make sense."""
+"""Leaving a plan: which ops of a schedule still run when the step does not follow its program to the end."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from .ops import Caller, Compute, Free, Launch, Local
 from .schedule import Schedule
 
 # Note [Leaving a plan]
-# Gathered weights are dropped, and no more are gathered. For a reduction there are three cases:
-# - Started: its collective is awaited, and the ops run that take its result.
-# - Not started: its ops run if the gradient is complete. In a backward it is complete if the plan says so, as each use
-#   had its forward by the plan. Before a forward that the plan still expects it is not, because another forward may
-#   take place there and add to any gradient: nothing is launched, scaled or delivered. The session gets whole and
+# Gathered weights are dropped, and no more are gathered. A reduction is in one of three states:
+# - Started: await its collective, and run the ops that take its result.
+# - Not started: run its ops if the gradient is complete. In a backward the plan knows this, because each use had its
+#   forward by the plan. If the plan still expects a forward, the gradient is not complete: a different forward may
+#   happen there and add to any gradient. Then nothing is launched, scaled or delivered. The session gets whole and
 #   scattered gradients (`checking.symbolic_run.scattered`), and the next driver reduces them.
-# - Delivered: the session has the gradient already; nothing is left to do.
+# - Delivered: the session has the gradient already. Nothing remains to be done.
 
 
 def to_finish(schedule: Schedule, issued: Sequence[bool]) -> list[int]:
-    """Returns the ops that are to be issued when a plan is left, in order. See Note [Leaving a plan].
+    """Returns the ops to issue when a plan is left, in order. See Note [Leaving a plan].
 
     Args:
         schedule: the plan.
         issued: for each op, whether it was issued.
     """
     found: list[int] = []
-    stuck: set[int] = set()  # buffers that an op would have to touch before, which is not to come any more
-    arrived: set[int] = set()  # buffers that hold what a reduce-scatter has brought
-    is_ahead = False  # of a forward that the plan expects
+    stuck: set[int] = set()  # buffers of skipped ops; ops that touch them are skipped, too
+    arrived: set[int] = set()  # buffers that hold the result of a reduce-scatter
+    is_ahead = False  # whether a forward that the plan expects has been skipped
     for index, (op, done) in enumerate(zip(schedule.ops, issued, strict=True)):
         buffers = {region.buffer for region in (*op.reads, *op.writes)}
         scatters = op.stream == "reduce_scatter"

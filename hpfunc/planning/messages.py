@@ -1,4 +1,4 @@
-"""Which weights travel together, and which need not travel at all."""
+"""Messages: which weights share a message, and which weights are received in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .program import Program
 
 
 def messages(program: Program, weights: tuple[int, ...], policy: Policy) -> list[tuple[int, ...]]:
-    """Returns which cut weights share a message: small ones of the same axes and dtype do, others travel alone."""
+    """Returns the weights of each message. Small cut weights with the same axes and dtype share one; others do not."""
     assert policy.pack_below_bytes is not None, "`plan` puts a number there"
     buckets: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in weights:
@@ -27,5 +27,5 @@ def gathered_messages(program: Program, unit: int, policy: Policy) -> list[tuple
 
 
 def is_received_in_place(program: Program, bucket: tuple[int, ...]) -> bool:
-    """Returns whether what a gather receives is the whole weight itself."""
+    """Returns whether the buffer that a gather receives into is the whole weight."""
     return len(bucket) == 1 and program.weights[bucket[0]].direct

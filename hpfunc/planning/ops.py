@@ -1,7 +1,7 @@
-"""What an op is: the table of all kinds of ops, and of what they work on.
+"""The ops of a schedule: all kinds of ops, and the buffers and regions that they use.
 
-Every op has a `name`, a `stream` on which it runs, and the names of the ops that it `waits` for; and it declares what
-it `reads` and `writes`, so that whoever orders ops, or looks for what one touches, need not know which op it is.
+Every op has a `name`, a `stream` on which it runs, and the names of the ops that it `waits` for. It declares the
+regions that it `reads` and `writes`, so that code that orders ops need not know their kinds.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ def itemsize(dtype: str) -> int:
 class Buffer:
     """Memory with a lifetime. It begins with the first op that writes it and ends with its `Free` or `Deliver`.
 
-    A ``shard`` is the caller's, who writes it (`Caller`); everybody else only reads it. A ``gradient`` is borrowed from
-    autograd: the backward's `Compute` writes it, and it may have any strides, or share its memory with others, so
-    nothing else may write it, nor deliver it. Everything else is the runtime's. A ``total`` is the sum of the whole
-    gradients of several uses.
+    The caller owns and writes a ``shard`` (`Caller`); all other ops only read it. A ``gradient`` is borrowed from
+    autograd: the backward's `Compute` writes it. It may have any strides or share its memory, so no other op may write
+    or deliver it. The runtime owns all other buffers. A ``total`` is the sum of the whole gradients of several uses.
 
     Attributes:
-        stream: the stream from whose memory it is taken, and to which it goes back; its `Free` is on it. See Note
+        stream: the stream whose memory the buffer is taken from and returned to. Its `Free` is on this stream. See Note
             [Whose memory].
-        weight: the weight that it belongs to, where it is one's alone.
+        weight: the weight that the buffer belongs to, if it belongs to only one.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the buffer's elements take."""
+        """Size of the buffer's elements in bytes."""
         return self.numel * itemsize(self.dtype)
 
 
@@ -74,7 +73,7 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the region."""
+        """Number of elements of the region."""
         return self.stop - self.start
 
     def overlaps(self, other: Region) -> bool:
@@ -83,13 +82,13 @@ class Region(NamedTuple):
 
 
 def entire(buffer: int) -> Region:
-    """Returns a region that overlaps every region of a buffer, also one without elements."""
+    """Returns a region that overlaps every region of a buffer, even an empty one."""
     return Region(buffer, -1, sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A group of ranks that one kind of collective has for itself: two kinds on one would queue behind each other."""
+    """A group of ranks for one kind of collective. Two kinds on one communicator would queue behind each other."""
 
     purpose: Purpose
     axes: tuple[str, ...]
@@ -100,10 +99,10 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A use of a unit: the caller's code. It reads whole weights and, backward, writes whole gradients.
+    """A use of a unit: the caller's code. It reads whole weights; a backward also writes whole gradients.
 
-    `writes` has one region per trainable weight in a ``backward``, in the order of the unit's weights, else none.
-    `reads` has one region per weight of the unit: a ``whole`` buffer or, where nothing cuts the weight, its ``shard``.
+    In a ``backward``, `writes` has one region per trainable weight, in the order of the unit's weights, else none.
+    `reads` has one region per weight of the unit: a ``whole`` buffer, or the ``shard`` if no axis cuts the weight.
     """
 
     name: str
@@ -116,11 +115,11 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the caller has done on the compute stream up to here: among other things, it has written some shards.
+    """All work of the caller on the compute stream up to here, which has written some shards.
 
-    A step begins with one that writes the shards of the step's arguments, and ends with one that writes all of them
-    again: from then on the caller may overwrite or drop them. Others stand before the first use of arrays that the step
-    itself makes, and where Note [Whose memory] asks for one.
+    The first op of a step is one that writes the shards of the step's arguments. The last op is one that writes all
+    shards again: from then on the caller may overwrite or drop them. Others precede the first use of arrays that the
+    step itself makes, or are inserted for Note [Whose memory].
     """
 
     name: str
@@ -132,13 +131,13 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The sizes of a collective. Of a message of parts, which are equal, one is for, or from, each rank.
+    """The sizes of a collective. A message has one part for, or from, each rank; all parts have equal sizes.
 
     Attributes:
-        sends_parts: a rank sends such a message, else one part.
-        receives_parts: it receives such a message, else one part.
-        rounds: how often a rank has to send all parts but its own, at least.
-        in_place: it receives where it has sent from, and the message need not have equal parts.
+        sends_parts: whether a rank sends a message of parts, else one part.
+        receives_parts: whether a rank receives a message of parts, else one part.
+        rounds: the least number of times that a rank must send all parts but its own.
+        in_place: whether the receive buffer is the send buffer. Then parts need not have equal sizes.
     """
 
     sends_parts: bool
@@ -147,14 +146,14 @@ class Exchange:
     in_place: bool = False
 
     def fits(self, read: Region, write: Region, num_ranks: int) -> bool:
-        """Returns whether a rank can send the one and receive the other."""
+        """Returns whether the sizes of the sent and the received region fit the collective."""
         if self.in_place:
             return read == write
         sent, received = (num_ranks if parts else 1 for parts in (self.sends_parts, self.receives_parts))
         return read.numel % sent == 0 and write.numel == read.numel // sent * received
 
     def sent_bytes(self, size_bytes: int, num_ranks: int) -> int:
-        """Returns what a rank has to send, at least, of messages of some bytes."""
+        """Returns the least number of bytes that a rank must send for messages of `size_bytes`."""
         return size_bytes * (num_ranks - 1) * self.rounds // (num_ranks if self.sends_parts else 1)
 
 
@@ -168,9 +167,9 @@ COLLECTIVES: Mapping[Collective, Exchange] = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Collectives over one communicator that go out together: ``reads[i]`` is sent, ``writes[i]`` received.
+    """Collectives over one communicator, launched together. ``reads[i]`` is sent, and ``writes[i]`` is received.
 
-    What a rank sends and receives, and how large that is, is in `COLLECTIVES`.
+    `COLLECTIVES` says what a rank sends and receives, and the sizes.
     """
 
     name: str
@@ -186,19 +185,19 @@ class Launch:
 class Local:
     """Work of one rank on its own memory.
 
-    pack_shards: the shards of `weights` (short ones padded with zeros), cast to their `dtype`, one after another
+    pack_shards: packs the shards of `weights` (short ones padded with zeros), cast to their `dtype`, one after another
         into one message.
-    unpack_wholes: a gathered message (ranks * blocks of `weights`) into one whole weight per write.
-    accumulate: ``reads[2i] + reads[2i + 1]`` into ``writes[i]``, the earlier one first, each cast to the dtype of the
-        write before; in place where the write is one of the two. With `weights` it is of whole gradients.
-    pack_gradients: whole gradients of `weights`, cut into blocks, cast to the message's dtype and divided by `divisor`
-        before the cast, into one message (ranks * blocks of `weights`).
-    zero: zeros into every write.
-    sum_parts: ``reads[i]`` holds `parts` equal parts; their sum in that order into ``writes[i]``.
-    own: the whole gradients of `weights` into ``writes[i]``, divided by `divisor`; the executor need not copy one that
-        nobody else has.
-    copy: ``reads[i]`` into ``writes[i]``, cast if their dtypes differ.
-    scale: every write, in place, divided by `divisor`; `reads` equals `writes`.
+    unpack_wholes: unpacks a gathered message (ranks * blocks of `weights`) into one whole weight per write.
+    accumulate: writes ``reads[2i] + reads[2i + 1]`` into ``writes[i]``. The earlier term comes first; both are first
+        cast to the dtype of the write. In place if the write is one of the two. With `weights`, adds whole gradients.
+    pack_gradients: cuts whole gradients of `weights` into blocks, divides them by `divisor`, casts them to the dtype of
+        the message, and packs them into one message (ranks * blocks of `weights`).
+    zero: fills every write with zeros.
+    sum_parts: ``reads[i]`` holds `parts` equal parts; writes their sum, in that order, into ``writes[i]``.
+    own: writes the whole gradients of `weights`, divided by `divisor`, into ``writes[i]``. The executor may skip the
+        copy of a gradient that nobody else holds.
+    copy: copies ``reads[i]`` into ``writes[i]``, and casts if their dtypes differ.
+    scale: divides every write by `divisor` in place; `reads` equals `writes`.
     """
 
     name: str
@@ -213,7 +212,7 @@ class Local:
 
     @property
     def fits(self) -> bool:
-        """Whether its regions and numbers are those of its kind; not whether they hold what it needs."""
+        """Whether its regions and numbers fit its kind. Their contents are not checked."""
         reads, writes, num_weights = self.reads, self.writes, len(self.weights)
         one_to_one = len(reads) == len(writes) > 0
         parts = self.parts if self.kind == "sum_parts" else 1
@@ -242,7 +241,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Gives a buffer back, which ends its life: a write of all of it."""
+    """Frees a buffer, which ends its life. Counts as a write of all of it."""
 
     name: str
     buffer: int
@@ -252,13 +251,13 @@ class Free:
 
     @property
     def writes(self) -> tuple[Region, ...]:
-        """What no other op may touch any more."""
+        """The whole buffer: no other op may touch it any more."""
         return (entire(self.buffer),)
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Hands the gradient of a weight to the caller, who owns the memory from then on: a write, whatever it does."""
+    """Delivers the gradient of a weight to the caller, who owns the memory from then on. Counts as a write."""
 
     name: str
     weight: int

@@ -1,4 +1,4 @@
-"""From the text of a schedule to the schedule: `parsed` reads what `planning.text` writes, line by line."""
+"""The parser of the text of a schedule, which `planning.text` writes: `parsed` reads it line by line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parsed(text: str) -> tuple[Program, Policy, tuple[Buffer, ...], tuple[Slot, 
     """Returns the program, the policy, the buffers and the slots.
 
     Raises:
-        ScheduleError: a line is not what it should be.
+        ScheduleError: a line is wrong.
     """
     found = _Lines(text)
     found.line.take("schedule of ", "'schedule of'")
@@ -74,25 +74,25 @@ def parsed(text: str) -> tuple[Program, Policy, tuple[Buffer, ...], tuple[Slot, 
 
 
 class _Line:
-    """A line, which is read from left to right."""
+    """A line that is read from left to right."""
 
     def __init__(self, number: int, text: str) -> None:
         self._number, self.text, self.place = number, text.rstrip(), 0
 
     def find(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
-        """Reads what fits a pattern, if that comes next."""
+        """Reads a match of the pattern if it comes next, else returns None."""
         match = re.compile(pattern).match(self.text, self.place)
         self.place = match.end() if match else self.place
         return match
 
     def take(self, pattern: str | re.Pattern[str], expected: str) -> re.Match[str]:
-        """Reads what fits a pattern, which has to come next."""
+        """Reads a match of the pattern, which must come next."""
         if match := self.find(pattern):
             return match
         raise self.wrong(expected)
 
     def option(self, options: tuple[T, ...], what: str) -> T:
-        """Reads one of some words."""
+        """Reads one of the words `options`."""
         table = {str(option): option for option in options}
         return table[self.take(rf"(?:{'|'.join(table)})\b", f"{what}: {', '.join(table)}")[0]]
 
@@ -114,11 +114,11 @@ class _Line:
 
     @property
     def rest(self) -> str:
-        """What is not read yet."""
+        """The part of the line that is not read yet."""
         return self.text[self.place :]
 
     def wrong(self, expected: str) -> ScheduleError:
-        """Returns the error that something else was expected."""
+        """Returns the error that `expected` was expected here."""
         found = repr(self.rest) if self.rest else "the end of the line"
         why = f"at character {self.place}: expected {expected}, found {found}"
         rule, shown = f"line {self._number} is not that of a schedule", f"line {self._number}: {self.text}"
@@ -127,7 +127,7 @@ class _Line:
 
 
 class _Lines:
-    """The lines of a text that are not empty, and one more for its end."""
+    """The lines of a text that are not empty, followed by one for its end."""
 
     def __init__(self, text: str) -> None:
         numbered = [_Line(number, line) for number, line in enumerate(text.split("\n"), 1)]
@@ -136,19 +136,19 @@ class _Lines:
         self.line = next(self._lines, self._end)
 
     def next(self) -> _Line:
-        """Goes on to the next line."""
+        """Moves to the next line."""
         self.line = next(self._lines, self._end)
         return self.line
 
     def rows(self) -> Iterator[_Line]:
-        """Yields the lines that follow and are indented."""
+        """Yields the indented lines that follow."""
         while self.line.find("  +"):
             yield self.line
             self.line.take("$", "the end of the line")
             self.next()
 
     def numbered_rows(self) -> Iterator[_Line]:
-        """Yields the lines that follow and have numbers, from 0, behind these."""
+        """Yields the numbered lines that follow, after their number. Numbers start at 0."""
         for number, line in enumerate(self.rows()):
             line.take(rf"{number}  +", f"the number {number}")
             yield line
@@ -160,7 +160,7 @@ class _Lines:
 
 
 def _value(line: _Line, kind: type[T]) -> T:
-    """Reads a `Policy`, `Weight`, `Unit` or `Event`, as Python writes it."""
+    """Reads a `Policy`, `Weight`, `Unit` or `Event` in its Python form."""
     expected = f"{kind.__name__}(...) as Python writes it"
     try:
         call = ast.parse(line.rest, mode="eval").body
@@ -169,7 +169,7 @@ def _value(line: _Line, kind: type[T]) -> T:
         value = kind(**{str(keyword.arg): _literal(keyword.value) for keyword in call.keywords})
     except (SyntaxError, ValueError, TypeError) as error:
         raise line.wrong(f"{expected} ({error})") from error
-    hints = {} if kind is Policy else get_type_hints(kind)  # a policy checks itself
+    hints = {} if kind is Policy else get_type_hints(kind)  # a policy validates itself
     if bad := [name for name, hint in hints.items() if not _fits(getattr(value, name), hint)]:
         raise line.wrong(f"{expected}, with another {' and '.join(bad)}")
     line.take(".*", expected)
@@ -181,7 +181,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value has the type that a field is to have."""
+    """Returns whether a value has the type of a field."""
     args = get_args(hint)
     if get_origin(hint) is Literal:
         return value in args

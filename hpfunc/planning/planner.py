@@ -1,8 +1,7 @@
-"""From a `Program` to a `Schedule`: a pure function.
+"""`plan`: a pure function from a `Program` to a `Schedule`.
 
-`plan` walks over the events of the program once. Two parts share the work and know nothing of each other: `Gathers`
-makes weights whole before they are used, `Reductions` takes their gradients away afterwards. The waits follow by
-themselves (`Draft`).
+`plan` walks over the events of the program once. Two independent parts share the work: `Gathers` gathers weights before
+their use, and `Reductions` reduces their gradients afterwards. `Draft` derives the waits.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the planner has to know about a backend.
+    """The properties of a backend that the planner needs.
 
     Attributes:
-        ordered_sums: sums are formed locally, in rank order, from exchanged parts. gloo needs it: its own
-            reduce-scatter sends twice the bytes, and from three ranks on the bits of its all-reduce depend on the
-            place in the buffer.
+        ordered_sums: sums are formed locally, in rank order, from exchanged parts. gloo needs this: its own
+            reduce-scatter sends twice the bytes, and with three or more ranks the bits of its all-reduce depend on the
+            position in the buffer.
     """
 
     ordered_sums: bool = False
@@ -37,10 +36,10 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     The result depends on the arguments only, so ranks that recorded the same program plan the same schedule.
 
     Args:
-        program: what the step uses, in which order.
-        policy: how far ahead to gather, when to release, what to pack. `pack_below_bytes` of None is 65536 here: a
-            plan measures nothing. The schedule has the number in its policy.
-        traits: what the backend cannot do by itself.
+        program: the units that the step uses, in order.
+        policy: how far ahead to gather, when to release, what to pack. `plan` does not measure: if `pack_below_bytes`
+            is None, it uses 65536. The policy of the schedule has the number.
+        traits: properties of the backend.
 
     Returns:
         A schedule that `hpfunc.planning.checking.checker.check` accepts.

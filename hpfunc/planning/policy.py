@@ -1,4 +1,4 @@
-"""What the caller may choose about scheduling: a value that changes no bit of the result."""
+"""`Policy`: the scheduling choices of the caller. They do not change a bit of the result."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Policy:
     """How a step is scheduled. It never changes what the step computes.
 
     Attributes:
-        prefetch: number of units whose weights are gathered ahead of the one that computes. 0 gathers a unit only when
+        prefetch: number of units whose weights are gathered ahead of the unit that computes. 0 gathers a unit only when
             it is needed.
         release: when the whole weights of a unit are dropped: after its ``"forward"`` and again after its
             backward (ZeRO-3), after its ``"backward"`` only (ZeRO-2), or ``"never"`` before the step ends (ZeRO-1).
-        pack_below_bytes: whole weights smaller than this many bytes share one message, at the price of one copy each
-            way; larger ones travel alone and uncopied. 0 packs nothing, ``math.inf`` packs everything. None lets
-            `sharded` measure the network (`probe`); `plan` alone takes 65536 for it.
-        prefetch_backward: as `prefetch`, while the step goes backward; None takes `prefetch`.
-        gather_budget_bytes: most bytes in whole weights, and in messages out of which they are unpacked, at one time:
-            where it would be exceeded, a unit is gathered later than `prefetch` says.
+        pack_below_bytes: whole weights smaller than this many bytes share one message, which costs one copy before and
+            one after; larger ones are sent alone without a copy. 0 packs nothing, ``math.inf`` packs everything. With
+            None `sharded` measures the network (`probe`), and `plan` by itself uses 65536.
+        prefetch_backward: as `prefetch`, during backward; None means the value of `prefetch`.
+        gather_budget_bytes: most bytes at one time in whole weights and in the messages that they are unpacked from. A
+            unit that would exceed it is gathered later than `prefetch` says.
         release_overrides: `release` of single units: pairs (pattern, release), or a mapping. A pattern is a glob for
             the name of a unit (``"head.*"``) or for the path of one of its weights (``"layers.0.*"``, with or without
             the name of the argument); the first matching pattern wins.
-        reduce_bucket_bytes: units that follow each other backward share a reduce buffer, and so one all-reduce, until
-            it holds this many bytes. 0 gives each unit its own, ``math.inf`` all units one.
+        reduce_bucket_bytes: consecutive units of a backward share a reduce buffer, and so one all-reduce, until it
+            holds this many bytes. With 0 each unit has its own, with ``math.inf`` all units share one.
 
     Raises:
         PolicyError: a field has a value outside of its range.
@@ -55,21 +55,21 @@ class Policy:
 
     @classmethod
     def zero1(cls, **fields: Any) -> Policy:
-        """Returns the policy of ZeRO-1: weights stay whole to the end of the step, and are gathered once."""
+        """Returns the policy of ZeRO-1: weights are gathered once, and stay whole until the end of the step."""
         return cls(release="never", **fields)
 
     @classmethod
     def zero2(cls, **fields: Any) -> Policy:
-        """Returns the policy of ZeRO-2: weights stay whole until their backward, and are gathered once."""
+        """Returns the policy of ZeRO-2: weights are gathered once, and stay whole until their backward."""
         return cls(release="backward", **fields)
 
     @classmethod
     def zero3(cls, **fields: Any) -> Policy:
-        """Returns the policy of ZeRO-3, the default: weights are whole while they are used, and gathered twice."""
+        """Returns the policy of ZeRO-3, the default: weights are gathered twice, and whole only while they are used."""
         return cls(release="forward", **fields)
 
     def depth(self, kind: str) -> int:
-        """Returns how many units are gathered ahead of an event of a kind."""
+        """Returns the number of units to gather ahead of an event of this kind."""
         return self.prefetch if kind == "forward" or self.prefetch_backward is None else self.prefetch_backward
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The `Program`: what one run of a step uses, in which order. A pure value, equal on all ranks.
+"""`Program`: the uses of units in one run of a step, in order. A pure value, equal on all ranks.
 
-A step is *recorded* as a flat list of `Event` over `Unit` and `Weight`. Everything in it is a global fact: sizes are
-those of the padded blocks, never of one rank's short shard, so that all ranks record the same value and fingerprint.
+A step is *recorded* as a flat list of `Event` over `Unit` and `Weight`. A program has global facts only: sizes are
+those of padded blocks, never of one rank's short shard. So all ranks record the same value and fingerprint.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ COMPUTES = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight as the planner sees it: its size, and over which axes it is gathered and its gradient reduced.
+    """One weight, as the planner sees it: its sizes and dtypes, and the axes of its gather and its reduction.
 
-    A weight's *blocks* are its shards padded to one size: `num_shards` of them, of `block_numel` elements each.
+    The *blocks* of a weight are its shards, padded to equal size: `num_shards` blocks of `block_numel` elements.
 
     Attributes:
-        name: its path, for people.
-        block_numel: elements of one padded block.
+        name: path of the weight, for display.
+        block_numel: number of elements of one padded block.
         dtype: dtype of the whole weight that the unit computes with (`Numerics.param_dtype`).
         shard_dtype: dtype of the caller's shard.
         reduce_dtype: dtype in which its gradient is reduced.
         accum_dtype: dtype in which gradients of several uses and backwards are added up, and in which the gradient is
             delivered.
-        gather_axes: data axes that cut it and over which its unit gathers, in mesh order; the blocks are gathered, and
-            its gradient reduce-scattered, over these.
-        num_shards: ranks along `gather_axes`.
-        reduce_axes: data axes that do not cut it; its gradient is all-reduced over these.
-        num_replicas: ranks along `reduce_axes`.
-        divisor: the reduced gradient is divided by it (1 for a sum).
-        even: no block is padded.
-        direct: the blocks one after another, in rank order, are the whole weight (padding at its end, if any).
-        trainable: a gradient is wanted.
-        origin: index among the leaves of the step's arguments; None if the step made the array, so that it
+        gather_axes: data axes that cut it and over which its unit gathers, in mesh order. Its blocks are gathered, and
+            its gradient is reduce-scattered, over these axes.
+        num_shards: number of ranks along `gather_axes`.
+        reduce_axes: data axes that do not cut it. Its gradient is all-reduced over these axes.
+        num_replicas: number of ranks along `reduce_axes`.
+        divisor: number by which the reduced gradient is divided (1 for a sum).
+        even: whether no block is padded.
+        direct: whether the blocks in rank order form the whole weight, with any padding at the end.
+        trainable: whether it gets a gradient.
+        origin: index among the leaves of the step's arguments; None if the step made the array, which then
             cannot be gathered before the unit is called.
-        rows: if it is a row of that array (of a row ...), which one.
+        rows: the row of that array (the row of the row, ...) that it is; empty for the array itself.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Weight:
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the whole weight, padding included."""
+        """Number of elements of the whole weight, including padding."""
         return self.num_shards * self.block_numel
 
     @property
@@ -80,7 +80,7 @@ class Weight:
 
 
 def sums_overflow(dtype: str) -> bool:
-    """Returns whether a sum over many ranks leaves the range of a dtype, so that a mean must be divided before it."""
+    """Returns whether a sum over many ranks can overflow a dtype, so that a mean must divide before it."""
     return dtype == "float16"
 
 
@@ -97,13 +97,13 @@ class Event:
     """One point of the program.
 
     Attributes:
-        kind: ``forward``/``backward``/``recompute`` are a use of a unit; ``collective`` is the caller's own (`psum`,
-            ...), pinned at its place; ``end_backward`` ends one `value_and_grad`; ``end_step`` is the last event.
+        kind: ``forward``, ``backward`` and ``recompute`` are uses of a unit; ``collective`` is one of the caller
+            (`psum`, ...), pinned at its place; ``end_backward`` ends a `value_and_grad`; ``end_step`` is the last one.
         unit: index into `Program.units`, for the first three kinds.
-        use: which call of that unit in this step, from 0; a ``backward`` has the number of its ``forward``.
-        name: what a ``collective`` is, for people and for the fingerprint.
-        carry: what an ``end_backward`` leaves to the next backward instead of delivering gradients: their
-            reduce-scattered ``"shards"``, to which those of the next are added, or the ``"wholes"``, with nothing sent.
+        use: number of the call of that unit in this step, from 0; a ``backward`` has the number of its ``forward``.
+        name: description of a ``collective``, for display and for the fingerprint.
+        carry: what an ``end_backward`` carries to the next backward instead of delivering gradients: reduce-scattered
+            ``"shards"``, to which the next ones are added, or ``"wholes"``, for which nothing is sent.
     """
 
     kind: EventKind
@@ -133,7 +133,7 @@ class Program:
         return tuple(dict.fromkeys(w for unit in units for w in unit.weights))
 
     def describe(self, event: Event) -> str:
-        """Returns the event for people: ``forward embed``, ``backward block#1`` for a second use."""
+        """Returns the event for display: ``forward embed``, ``backward block#1`` for a second use."""
         if event.unit is None:
             carry = f" (carries {event.carry})" if event.carry else ""
             return f"{event.kind.replace('_', ' ')}{' ' + event.name if event.name else ''}{carry}"
@@ -166,7 +166,7 @@ class Program:
 
 
 def dotted(path: str) -> str:
-    """Returns a path of a tree with dots.
+    """Returns the dotted form of the path of a leaf.
 
     >>> dotted("params['layers'][0].w")
     'params.layers.0.w'
@@ -176,14 +176,14 @@ def dotted(path: str) -> str:
 
 # Note [Carried gradients]
 # `accumulate` makes one gradient of several backwards. All but the last end with an `end_backward` that carries
-# something. Backwards that carry wholes are one with the next as far as gradients go: each whole gradient is added to
-# those before, and what their sum becomes is decided after the last use of all. Backwards that carry shards end for
-# themselves: their whole gradients are reduce-scattered, and the shards added to those before; only the last one
-# all-reduces, scales and delivers.
+# gradients. A backward that carries wholes does not end the reduction of its gradients: each whole gradient is added to
+# those before, and the sum is reduced after the last use of the weight in all these backwards. A backward that carries
+# shards reduce-scatters its whole gradients, and adds the shards to those before. Only the last backward all-reduces,
+# scales and delivers.
 
 
 def segments(program: Program) -> Iterator[tuple[int, int]]:
-    """Yields for each event how many times gradients were delivered before it, and how many times scattered.
+    """Yields for each event the number of earlier backwards that delivered gradients, and that scattered them.
 
     See Note [Carried gradients].
     """

@@ -1,4 +1,4 @@
-"""Reduce buffers: which gradients share one, and where in it each of them is."""
+"""Reduce buffers: which gradients share a buffer, and their positions in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = tuple[tuple[str, ...], str, int]
 
 
 def key_of(weight: Weight) -> Key:
-    """Returns what gradients have to have in common to share a reduce buffer."""
+    """Returns the key of a gradient. Gradients with equal keys may share a reduce buffer."""
     return (weight.reduce_axes if weight.num_replicas > 1 else (), weight.reduce_dtype, weight.divisor)
 
 
@@ -25,10 +25,10 @@ class Bundle:
     """Gradients that share a reduce buffer, from their reduce-scatter to their delivery.
 
     Attributes:
-        first: one of its weights, for what they have in common.
-        buffer: the whole of the reduce buffer.
+        first: one of its weights, for the properties that all of them share.
+        buffer: the region of the whole reduce buffer.
         members: its parts, each filled by one event.
-        is_scaled: it was divided as it was filled.
+        is_scaled: whether the gradients were divided when the buffer was filled.
     """
 
     label: str
@@ -39,14 +39,14 @@ class Bundle:
 
     @property
     def slices(self) -> dict[int, Region]:
-        """Where the gradient of each weight is."""
+        """The region of the gradient of each weight."""
         return {weight: region for member in self.members for weight, region in member.slices.items()}
 
     @property
     def filled(self) -> tuple[Region, ...]:
-        """The regions that hold anything, as few as possible."""
+        """The regions that are filled, as few as possible."""
         if self.first.num_replicas > 1:
-            return (self.buffer,)  # what lies between slices is zero
+            return (self.buffer,)  # the gaps are zero
         return tuple(merged(self.slices.values()))
 
 
@@ -55,8 +55,8 @@ class Member:
     """The part of a reduce buffer that one event fills.
 
     Attributes:
-        slices: where the gradient of each weight is.
-        regions: where each message arrives.
+        slices: the region of the gradient of each weight.
+        regions: the region that receives each message.
     """
 
     slices: dict[int, Region]
@@ -65,14 +65,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which events fill one reduce buffer, in order, and the weights of each message of each of them."""
+    """The events that fill one reduce buffer, in order, and for each event the weights of its messages."""
 
     events: tuple[int, ...]
     buckets: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def buckets_of(program: Program, weights: Sequence[int], policy: Policy) -> tuple[tuple[int, ...], ...]:
-    """Returns the weights of each message, a weight that nobody cuts by itself."""
+    """Returns the weights of each message. A weight that no axis cuts has one to itself."""
     cut = tuple(w for w in weights if program.weights[w].num_shards > 1)
     return (*messages(program, cut, policy), *((w,) for w in weights if w not in cut))
 
@@ -80,12 +80,12 @@ def buckets_of(program: Program, weights: Sequence[int], policy: Policy) -> tupl
 def shares(
     program: Program, finals: Sequence[Sequence[int]], carries: Sequence[bool], policy: Policy
 ) -> dict[tuple[int, Key], Share]:
-    """Returns the share that each event has a part in, by the key of its weights, where there are replicas.
+    """Returns the `Share` of each (event, key), for the weights that have replicas.
 
     Args:
-        program: what is planned.
+        program: the program.
         finals: the weights whose whole gradient is complete after each event.
-        carries: for each event, whether its shards are carried to the next backward: those are never shared.
+        carries: for each event, whether its shards are carried to the next backward. Those never share a buffer.
         policy: `Policy.reduce_bucket_bytes` says when a buffer is full.
     """
     found: dict[tuple[int, Key], Share] = {}
@@ -118,7 +118,7 @@ def _block_bytes(weight: Weight) -> int:
 
 
 def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
-    """Begins a reduce buffer: one slice for each message, aligned; what lies between is zeroed if it is reduced."""
+    """Makes a reduce buffer with one aligned slice for each message. Zeroes the gaps if they are all-reduced."""
     program = draft.program
     first = program.weights[share.buckets[0][0][0]]
     sizes = [sum(program.weights[w].block_numel for w in bucket) for part in share.buckets for bucket in part]
@@ -146,7 +146,7 @@ def _split(program: Program, bucket: tuple[int, ...], region: Region) -> Iterato
 
 
 def _layout(sizes: list[int], first: Weight) -> tuple[list[int], int]:
-    """Returns where each slice of a reduce buffer begins, aligned, and how many elements the buffer has."""
+    """Returns the aligned start of each slice of a reduce buffer, and the number of elements of the buffer."""
     align = ALIGN_BYTES // itemsize(first.reduce_dtype)
     starts: list[int] = []
     end = 0
@@ -161,7 +161,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _gaps(slices: Iterable[Region], buffer: Region) -> Iterator[Region]:
-    """Yields the parts of a buffer that no slice covers; slices are in order."""
+    """Yields the parts of a buffer that no slice covers. Slices are in order."""
     end = 0
     for region in [*slices, Region(buffer.buffer, buffer.stop, buffer.stop)]:
         if region.start > end:
@@ -170,7 +170,7 @@ def _gaps(slices: Iterable[Region], buffer: Region) -> Iterator[Region]:
 
 
 def merged(regions: Iterable[Region]) -> Iterator[Region]:
-    """Yields regions, those that continue each other as one."""
+    """Yields the regions, with adjacent ones joined."""
     last: Region | None = None
     for region in regions:
         if last is not None and last.buffer == region.buffer and last.stop == region.start:

@@ -1,4 +1,4 @@
-"""How gradients become reduced shards: reduce-scatter, all-reduce, scale and deliver, hidden behind the backward."""
+"""`Reductions`: reduce-scatter, all-reduce, scale and deliver gradients, overlapped with the backward."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .program import Program, Weight
 from .reduce_buffers import Bundle, Key, Member, Share, buckets_of, key_of, lay_out, shares
 
 # Note [The four steps of a backward]
-# k counts units down; the gradients of unit k are ready after its backward. Then, in this order:
-#   step 1  the reduce-scatter of k is launched, into its slices of the reduce buffer;
-#   step 2  that of k+1 is awaited: its sums are formed, the whole gradients that it has sent are freed;
-#   step 3  the gradients of k+1 are delivered, if no axis is left to reduce;
-#   step 4  the all-reduce of k+1 is launched, on its whole reduce buffer, in place.
-# So while unit k-1 computes, k is scattered and k+1 all-reduced. At most two units have whole gradients at any time.
-# Step 1 comes first for the host's sake: where it waits itself (gloo), the network has work meanwhile, for one more
-# staging buffer. On a device the order of the two says nothing.
-# The last unit's steps, and the wait for all all-reduces, are at the end of the backward. Units that share a reduce
-# buffer (`Policy.reduce_bucket_bytes`) take step 4 together, after the last of them.
+# k counts units down. After its backward, the gradients of unit k are ready. Then, in this order:
+#   step 1  launch the reduce-scatter of k, into its slices of the reduce buffer;
+#   step 2  await the reduce-scatter of k+1: form its sums, and free the whole gradients that it has sent;
+#   step 3  deliver the gradients of k+1, if no axis is left to reduce;
+#   step 4  launch the all-reduce of k+1 on its whole reduce buffer, in place.
+# So while unit k-1 computes, k is reduce-scattered and k+1 all-reduced. At most two units have whole gradients at any
+# time. Step 1 precedes step 2 for hosts that wait themselves (gloo): the network has work during the wait, at the cost
+# of one more staging buffer. On a device their order does not matter.
+# The steps of the last unit, and the wait for all all-reduces, are at the end of the backward. Units that share a
+# reduce buffer (`Policy.reduce_bucket_bytes`) take step 4 together, after the last of them.
 #
-# A backward that carries shards (Note [Carried gradients]) has no steps 2 and 4, and its last reduce-scatter is awaited
-# in the backward that follows: it hides behind a forward.
+# A backward that carries shards (Note [Carried gradients]) has no steps 2 and 4. Its last reduce-scatter is awaited in
+# the next backward, so that it overlaps with a forward.
 #
-# Where sums must be formed in rank order (`Traits.ordered_sums`), an all-reduce over three or more replicas is an
-# exchange, a sum and a collection. The second and third follow one unit later, so that the host never waits for what it
-# has just begun.
+# If sums must be formed in rank order (`Traits.ordered_sums`), an all-reduce over three or more replicas is an
+# exchange, a sum and a gather. The sum and the gather follow one unit later, so that the host never waits for a
+# collective that it has just launched.
 
 
 def finals(program: Program) -> list[tuple[int, ...]]:
     """Returns for each event the weights whose whole gradient is complete after it, and is to be scattered.
 
-    That is after their last use. But what earlier backwards have carried as wholes, and the last one has not used, is
-    only known to be complete at its end.
+    This is the event of their last use. For weights of earlier backwards that carry wholes, which the last backward
+    does not use, it is the end of the last backward.
     """
     result: list[dict[int, None]] = [{} for _ in program.events]
     last: dict[int, int] = {}
-    begin = 0  # of the present backward
+    begin = 0  # first event of the present backward
     for index, event in enumerate(program.events):
         weights = program.unit_of(event).weights if event.kind == "backward" else ()
         last |= {w: index for w in weights if program.weights[w].trainable}
@@ -63,7 +63,7 @@ def _in_order(program: Program, event: int, weights: Collection[int]) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One reduce-scatter to be launched: whole gradients in `sent`, of which `target` gets the reduced blocks."""
+    """One reduce-scatter to be launched, of whole gradients in `sent`. `target` receives the reduced blocks."""
 
     of: str
     first: Weight
@@ -73,7 +73,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Exchanged blocks, of which sums are to be formed."""
+    """Exchanged blocks that are still to be summed."""
 
     parts: int
     staged: list[Region]
@@ -82,12 +82,12 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Group:
-    """What one event has scattered, and what is to be done once it has arrived.
+    """The reduce-scatters of one event, and the work that remains once they have arrived.
 
     Attributes:
-        members: the parts of reduce buffers that it fills.
-        complete: the reduce buffers of which it fills the last slice.
-        carries: the shards are carried to the next backward.
+        members: the parts of reduce buffers that the event fills.
+        complete: the reduce buffers whose last slice the event fills.
+        carries: whether the shards are carried to the next backward.
     """
 
     label: str
@@ -111,7 +111,7 @@ class Reductions:
         self._gradients: dict[int, Region] = {}
         self._carried = Carried(draft)
         self._pending: _Group | None = None
-        self._to_carry: set[int] = set()  # what was scattered last, and will be carried
+        self._to_carry: set[int] = set()  # weights that were scattered last, and will be carried
         self._exchanged: list[tuple[Bundle, Region]] = []
         self._parts: list[Region] = []
         self._reduced: list[Bundle] = []
@@ -133,7 +133,7 @@ class Reductions:
             self._advance(event, self._draft.unit(unit))
 
     def _advance(self, event: int, label: str) -> None:
-        """Takes the four steps."""
+        """Runs the four steps."""
         previous, self._pending = self._pending, _Group(label, self._carries[event])
         carrying = previous.members if previous and previous.carries else []
         self._to_carry = {w for _, member in carrying for w in member.slices}
@@ -168,7 +168,7 @@ class Reductions:
         return self._draft.buffer(kind, self._draft.weight(weight), w.whole_numel, dtype, "compute", weight)
 
     def _accumulate(self, weight: int, gradient: Region) -> None:
-        """Adds a whole gradient to those before it; from the third on in place: the first is borrowed."""
+        """Adds a whole gradient to those before it. In place from the third on, because the first is borrowed."""
         if weight in self._gradients:
             earlier = total = self._gradients[weight]
             if self._draft.kind(earlier) == "gradient":
@@ -184,7 +184,7 @@ class Reductions:
     # ----------------------------------------------------------------------------------------- step 1: reduce-scatter
 
     def _scatter(self, group: _Group, event: int) -> None:
-        """Launches the reduce-scatter of an event: one launch over each communicator, whatever the bundles."""
+        """Launches the reduce-scatter of an event: one launch per communicator, for all bundles."""
         keys: defaultdict[Key, list[int]] = defaultdict(list)
         taken = [index for index in self._finals[event] if self._is_alone(group, index)]
         for index in self._finals[event]:
@@ -199,7 +199,7 @@ class Reductions:
             self._launch_scatter(group, launch)
 
     def _is_alone(self, group: _Group, index: int) -> bool:
-        """Returns whether a whole gradient needs no reduction, and is all that is to be delivered."""
+        """Returns whether a whole gradient can be delivered without reduction, cast, or sum with carried shards."""
         weight = self._program.weights[index]
         if weight.num_shards > 1 or weight.num_replicas > 1 or group.carries or weight.divides_first:
             return False
@@ -208,7 +208,7 @@ class Reductions:
         return self._draft.dtype(self._gradients[index]) == weight.reduce_dtype
 
     def _take(self, group: _Group, weights: list[int]) -> None:
-        """Takes whole gradients: themselves if they are totals, else copies, divided on the way."""
+        """Takes whole gradients that need no reduction: totals themselves, and divided copies of borrowed ones."""
         lent: defaultdict[int, list[tuple[int, Region, Region]]] = defaultdict(list)
         for index in weights:
             weight, region, name = self._program.weights[index], self._gradients.pop(index), self._draft.weight(index)
@@ -229,7 +229,7 @@ class Reductions:
                 self._draft.free(region)
 
     def _fill(self, group: _Group, event: int, key: Key, weights: list[int]) -> Iterator[_Message]:
-        """Copies local parts into the reduce buffer; yields the messages whose collectives write the rest of it."""
+        """Copies local parts into the reduce buffer. Yields the messages whose collectives write the rest of it."""
         alone = Share((event,), (buckets_of(self._program, weights, self._draft.policy),))
         share = self._shares.get((event, key), alone)
         if share.events[0] == event:
@@ -246,7 +246,7 @@ class Reductions:
                 yield message
 
     def _message(self, group: _Group, bucket: tuple[int, ...], target: Region) -> _Message | None:
-        """Copies or packs gradients where that is needed; returns what is to be sent, if anything."""
+        """Copies or packs gradients if that is needed. Returns the message to send, or None."""
         first = self._program.weights[bucket[0]]
         gradients = [self._gradients.pop(w) for w in bucket]
         group.spent += gradients
@@ -297,7 +297,7 @@ class Reductions:
             self._carried.finish(group.label, group.members)
 
     def _deliver(self, bundles: Iterable[Bundle]) -> None:
-        """Scales the sums, casts them to the dtype in which they accumulate, and hands them over in order."""
+        """Scales the sums, casts them to the accumulation dtype, and delivers them in order."""
         delivered: dict[int, Region] = {}
         for bundle in bundles:
             if bundle.first.divisor > 1 and not bundle.is_scaled and not bundle.first.divides_first:
@@ -337,7 +337,7 @@ class Reductions:
             self._reduced.append(bundle)
 
     def _collect(self) -> None:
-        """Sums what the last all-reduce has exchanged, and collects the sums of all replicas."""
+        """Sums the parts that the last all-reduce has exchanged, and gathers the sums of all replicas."""
         self._free_parts()
         for bundle, staged in self._exchanged:
             first, label = bundle.first, bundle.label

@@ -1,9 +1,8 @@
-"""The `Schedule`: every collective, copy, wait and free of a step, as a value that can be printed and checked.
+"""`Schedule`: every collective, copy, wait and free of a step, as a value that can be printed and checked.
 
-An `Op` runs on one stream. Ops of a stream run in the order in which they are issued; between streams only `waits`
-order them. The order in which the schedule lists its ops (all slots, one after another) is the order in which every
-rank issues them, and read as a sequential program it *is* the meaning of the schedule: `check` proves that no timing
-can show another.
+An `Op` runs on one stream. Ops of a stream run in issue order; only `waits` order ops of different streams. A schedule
+lists its ops (all slots, one after another) in the order in which every rank issues them. This list, read as a
+sequential program, *is* the meaning of the schedule: `check` proves that every timing gives the same result.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from .program import Program
 from .text import lines
 
 # Note [Whose memory]
-# The allocator of a device keeps memory by stream. What was taken on a stream goes back to it as soon as the host drops
-# it, and is given out again at once, in the order of that stream. Memory that only ops of the schedule use belongs to
-# the stream of its first write, and its `Free` waits for the other streams. But a gradient that was delivered is
-# dropped by the caller, at any time, while the caller's own work on the compute stream may still have to read it. So
-# what is delivered is memory of the compute stream. If another stream writes it first, that stream waits for all work
-# that the compute stream was given before, the caller's own work between two events included: for the latest op of the
-# compute stream in the same slot, or for the `Compute` just before it, or for a `Caller` that is put there.
-# And every other stream begins a step by waiting for the first op of the step.
+# The allocator of a device keeps memory by stream. Memory that was allocated on a stream returns to it when the host
+# drops it, and may be allocated again at once, in the order of that stream. A buffer that only ops of the schedule use
+# belongs to the stream of its first write, and its `Free` waits for the other streams. But the caller may drop a
+# delivered gradient at any time, while the caller's own work on the compute stream still has to read it. So delivered
+# buffers are memory of the compute stream. If another stream writes such a buffer first, it waits for all earlier work
+# of the compute stream, including the caller's own work between two events: for the latest op of the compute stream in
+# the same slot, for the `Compute` just before it, or for a `Caller` that is inserted there.
+# Every other stream begins a step by waiting for the first op of the step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Schedule:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def name(self, region: Region) -> str:
-        """Returns a region for people: its buffer's name, and which elements if not all: ``reduce block[0:128]``."""
+        """Returns a region for display: the name of its buffer, and elements if not all: ``reduce block[0:128]``."""
         buffer = self.buffers[region.buffer]
         whole = (region.start, region.stop) == (0, buffer.numel)
         return buffer.name if whole else f"{buffer.name}[{region.start}:{region.stop}]"
@@ -63,16 +62,16 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Returns the schedule that a text is of: ``Schedule.parse(str(schedule)) == schedule``.
+        """Returns the schedule of a text: ``Schedule.parse(str(schedule)) == schedule``.
 
-        What follows from the rest is not read: counts, sizes in bytes, the fingerprint of the program, what an event
-        is, and comments. Whether the schedule is safe, `check` says.
+        Redundant parts are not read: counts, sizes in bytes, the fingerprint of the program, descriptions of events,
+        and comments. It does not check whether the schedule is safe; `check` does.
 
         Args:
-            text: as `str` writes it, edited by hand or not.
+            text: the text of ``str(schedule)``, possibly edited by hand.
 
         Raises:
-            ScheduleError: a line is not what it should be; the message has its number, and what was expected there.
+            ScheduleError: a line is wrong. The message has its number, and what was expected there.
 
         >>> from hpfunc.planning.planner import plan
         >>> from hpfunc.planning.policy import Policy

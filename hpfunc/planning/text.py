@@ -1,8 +1,8 @@
 """The text of a schedule: `lines` writes it, and `planning.parsing` reads it back.
 
-One line for a buffer, one for an op, so that `diff` shows what a change of policy changes; at the end the program.
-Exact: schedules that differ have texts that differ. Counts, sizes in bytes, the fingerprint, what an event is, and
-comments follow from the rest; they are written for people, and not read.
+Each buffer and each op has one line, so that `diff` shows the effect of a change of policy. The program is at the end.
+The text is exact: different schedules have different texts. Counts, sizes in bytes, the fingerprint, descriptions of
+events, and comments are redundant; they are written for the reader, and not parsed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def lines(program: Program, policy: Policy, buffers: Sequence[Buffer], slots: Se
 
 @lru_cache(maxsize=4096)
 def _name(name: str) -> str:
-    """Returns a name as it is, if it can be told from all that may follow it, else quoted as in Python."""
+    """Returns the name; quoted as in Python if it could not be told from the text that may follow it."""
     found = (NAME.match(name + end) for end in _ENDS)
     return name if name.isprintable() and all(match and match["plain"] == name for match in found) else repr(name)
 
@@ -80,7 +80,7 @@ def _word(word: str) -> str:
 
 
 def _call(value: Weight | Unit | Event) -> str:
-    """Returns a value as Python writes it, without the fields that have their default."""
+    """Returns the Python form of a value, without fields that have their default."""
     found = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
     shown = [f"{name}={given!r}" for name, given, default in found if given != default]
     return f"{type(value).__name__}({', '.join(shown)})"
@@ -108,7 +108,7 @@ class _Writer:
         self._names = {i: _name(buffer.name) for i, buffer in self._buffers.items() if counts[buffer.name] == 1}
 
     def describe(self, op: Op) -> str:
-        """Returns what an op does, how many bytes that are, and what it waits for."""
+        """Returns the description of an op: what it does, its bytes, and its waits."""
         waits = f", waits for {', '.join(map(_name, op.waits))}" if op.waits else ""
         match op:
             case Free():
@@ -121,7 +121,7 @@ class _Writer:
         return f"{what}, {size} bytes{waits}"
 
     def step(self, op: Op) -> str:
-        """Returns which of the four steps of a backward an op belongs to: see Note [The four steps of a backward]."""
+        """Returns the step to which an op belongs: see Note [The four steps of a backward]."""
         kind = self._buffer(op.buffer).kind if isinstance(op, Free) else op.kind if isinstance(op, Local) else ""
         if op.stream == "gather" or kind == "accumulate":
             return ""

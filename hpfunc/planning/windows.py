@@ -1,4 +1,4 @@
-"""Which units are to be whole at an event: a function of the program and the policy alone."""
+"""`Windows`: which units should be whole at an event. A function of the program and the policy only."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from .policy import Policy, Release
 from .program import COMPUTES, Program
 
 # Note [The units near an event]
-# The units *near* event i are the first `depth + 1` different ones that are used from i on; units that need no
-# gather do not count. Before event i the near units are gathered, in the order of their use. Those that come near when
-# event i - 1 ends are gathered right after it, and are under way while event i still waits for its own. After event i,
-# its unit is released unless it is near event i + 1. So every unit that is whole or in flight is near the current
-# event, hence there are at most `depth + 1` of them: the units near i + 1 include all units near i but that of i, as
-# removing one use never brings another unit's next use closer. The unit that is released is the one whose next use is
-# farthest away, or that has none (Belady's rule): no choice of the same size gathers less. At the turn from forward to
-# backward the last `depth + 1` units stay whole. Where the unit of event i needs no gather, one unit less is gathered
-# ahead: the depth counts the same.
+# The units *near* event i are the first `depth + 1` different units that are used from i on. Units that need no gather
+# do not count. Before event i all near units are gathered, in the order of their use. Units that become near when event
+# i - 1 ends are gathered right after it, so that they are in flight while event i waits for its own unit. After event
+# i, its unit is released unless it is near event i + 1.
 #
-# A bound in bytes ends the list of near units early, never before the first, and keeps that inclusion. Where the depth
-# gets smaller at the turn, units that were gathered by the larger one stay until they are used.
+# So every unit that is whole or in flight is near the current event, and there are at most `depth + 1` of them: the
+# units near i + 1 include all units near i except that of i, because removing one use never brings another unit's next
+# use closer. This is Belady's rule: release the unit whose next use is farthest away, or that has none. No choice of
+# the same size gathers less. At the turn from forward to backward the last `depth + 1` units stay whole. If the unit of
+# event i needs no gather, one unit fewer is gathered ahead, because the depth does not change.
 #
-# Units that are kept (released after their backward, or never) count like others; they are reserved out of the bound in
-# bytes from the beginning.
+# A bound in bytes ends the list of near units early, never before the first, and preserves the inclusion above. If the
+# depth is smaller in backward, units that were gathered with the larger depth stay until they are used.
+#
+# Units that are kept (released after their backward, or never) count like others. Their bytes are reserved from the
+# bound from the beginning.
 
 
 class Windows:
     """See Note [The units near an event].
 
     Attributes:
-        releases: when the whole weights of each unit are dropped.
-        messages: the weights of each message in which a unit is gathered, by unit.
+        releases: for each unit, when its whole weights are dropped.
+        messages: for each unit, the weights of each message of its gather.
     """
 
     def __init__(self, program: Program, policy: Policy) -> None:
@@ -53,14 +54,14 @@ class Windows:
         return self._in_place[unit]
 
     def _cost(self, unit: int) -> int:
-        """Returns the bytes of a unit's whole weights, and of the messages out of which they are unpacked."""
+        """Returns the bytes of a unit's whole weights, plus those of the messages that they are unpacked from."""
         weights = self._program.weights
         wholes = [w for w in dict.fromkeys(self._program.units[unit].weights) if not weights[w].shard_is_whole]
         packed = [w for m in self.messages[unit] if not is_received_in_place(self._program, m) for w in m]
         return sum(weights[w].whole_numel * itemsize(weights[w].dtype) for w in [*wholes, *packed])
 
     def is_last_of_backward(self, unit: int, event: int) -> bool:
-        """Returns whether a unit is not used between an event and the end of the backward that it belongs to."""
+        """Returns whether a unit is not used between an event and the end of its backward."""
         return unit not in self._until_end_backward(event + 1)
 
     def _until_end_backward(self, event: int) -> Iterator[int]:
@@ -92,7 +93,7 @@ class Windows:
 
     @property
     def least_budget_bytes(self) -> int:
-        """Bytes that the units take which have to be whole at one time: all that are kept, and one of the others."""
+        """The least bytes of units that must be whole at one time: all kept units, and the largest of the others."""
         passing = (cost for u, cost in enumerate(self._costs) if self.releases[u] == "forward")
         return self._reserved + max(passing, default=0)
 
@@ -119,7 +120,7 @@ def _release(program: Program, policy: Policy, unit: int) -> Release:
 
 
 def _overrides(policy: Policy) -> tuple[tuple[str, Release], ...]:
-    return cast(tuple[tuple[str, Release], ...], policy.release_overrides)  # a policy makes them so
+    return cast(tuple[tuple[str, Release], ...], policy.release_overrides)  # a policy converts them
 
 
 def check_policy(program: Program, policy: Policy) -> None:
@@ -128,7 +129,7 @@ def check_policy(program: Program, policy: Policy) -> None:
 
 
 def unmatched(program: Program, policy: Policy) -> list[str]:
-    """Returns the patterns of `Policy.release_overrides` that fit no unit of a program."""
+    """Returns the patterns of `Policy.release_overrides` that match no unit of a program."""
     units = range(len(program.units))
     patterns = (pattern for pattern, _ in _overrides(policy))
     return [pattern for pattern in patterns if not any(program.matches(unit, pattern) for unit in units)]

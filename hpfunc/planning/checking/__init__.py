@@ -1,1 +1,1 @@
-"""What a schedule is worth: proofs and models that share no code with the planner."""
+"""Proofs and models of schedules. They share no code with the planner."""

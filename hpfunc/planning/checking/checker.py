@@ -1,10 +1,11 @@
-"""A proof, before anything runs, that a schedule is safe: no race, no deadlock, no leak, and the right gradients.
+"""`check`: proves before a run that a schedule is safe: no race, no deadlock, no leak, and the right gradients.
 
-Three questions, each with its own module: is it well formed (here), does every timing show what its order means
-(`planning.checking.races`), and does that order compute what the program asks for (`planning.checking.symbolic_run`)?
+There are three questions, each with its own module. Is the schedule well formed (here)? Does every timing give the
+result of the issue order (`planning.checking.races`)? Does the issue order compute the program
+(`planning.checking.symbolic_run`)?
 
-What an op declares, its fields, `reads`, `writes` and sizes (`planning.ops`), is taken from there; what is proved is
-told here a second time: what gives memory away, which orders that needs, and which values the ops leave.
+The checker uses the declarations of ops in `planning.ops`: fields, `reads`, `writes` and sizes. Everything that it
+proves it defines a second time: which ops give memory away, the orders this needs, and the values that ops leave.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .symbols import Axes
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is wrong with a schedule: which op, or buffer, or weight, and why."""
+    """One fault of a schedule: the op, buffer or weight, and the reason."""
 
     name: str
     text: str
@@ -49,16 +50,16 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a schedule costs one rank.
+    """The costs of a schedule for one rank.
 
     Attributes:
-        peak_bytes: most bytes in buffers at one time, each rounded up to 512; the caller's shards do not count,
-            delivered gradients do, to the end of the step.
-        peak_at: the op at which that is reached first.
+        peak_bytes: most bytes in buffers at one time, each rounded up to 512. The caller's shards do not count.
+            Delivered gradients count until the end of the step.
+        peak_at: the op at which the peak is first reached.
         max_whole_units: most units that are whole, or being gathered, at one time.
-        max_whole_bytes: most bytes in whole weights, and in messages out of which they are unpacked, at one time.
+        max_whole_bytes: most bytes at one time in whole weights and in the messages that they are unpacked from.
         launches: number of launches, by collective.
-        hidden_launches: how many of them may be under way while a unit computes.
+        hidden_launches: number of launches that may be in flight while a unit computes.
         sent_bytes: bytes that a rank sends, by collective.
         local_bytes: bytes that a rank writes in its own memory, by kind of `Local`.
     """
@@ -74,16 +75,16 @@ class Report:
 
 
 def check(schedule: Schedule) -> Report:
-    """Proves that a schedule is safe to run, whatever the timing, and says what it costs.
+    """Proves that a schedule is safe to run with any timing, and computes its costs.
 
     Args:
-        schedule: any schedule, by whomever it was written.
+        schedule: any schedule, from the planner or not.
 
     Returns:
-        What it costs one rank.
+        The costs for one rank.
 
     Raises:
-        ScheduleError: the schedule is not safe; the message lists every violation.
+        ScheduleError: the schedule is not safe. The message lists every violation.
 
     >>> from hpfunc.planning.planner import plan
     >>> from hpfunc.planning.policy import Policy
@@ -101,10 +102,10 @@ def check(schedule: Schedule) -> Report:
 
 
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Returns everything that is wrong with a schedule; nothing if it is safe."""
+    """Returns all violations of a schedule; none if it is safe."""
     malformed = tuple(Violation(*found) for found in _malformed(schedule))
     if malformed:
-        return malformed  # the other questions make no sense then
+        return malformed  # the other checks need a well formed schedule
     return tuple(Violation(*found) for found in [*unsafe_ops(schedule), *wrong_meanings(schedule)])
 
 
@@ -208,7 +209,7 @@ def _dtype(schedule: Schedule, region: Region) -> str:
 
 
 def report(schedule: Schedule) -> Report:
-    """Returns what a safe schedule costs one rank. See `Report`."""
+    """Returns the costs of a safe schedule for one rank. See `Report`."""
     ranks = num_ranks(schedule.program)
     launches, sent, written = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
@@ -259,7 +260,7 @@ def _size_bytes(schedule: Schedule, regions: Iterable[Region]) -> int:
 
 
 def _units_of_buffers(schedule: Schedule) -> dict[int, set[int]]:
-    """Returns the units for which a buffer holds whole weights, or what is unpacked into them."""
+    """Returns for each buffer the units whose whole weights it holds, or whose messages they are unpacked from."""
     units: defaultdict[int, set[int]] = defaultdict(set)
     for op in schedule.ops:
         if isinstance(op, Compute):

@@ -1,6 +1,6 @@
-"""A machine that runs a schedule on numpy data, for all ranks in one process, with random timings.
+"""`interpret`: runs a schedule on numpy data, for all ranks in one process, with random timings.
 
-This is the executable specification: what it shows must equal `reference`. It is meant for tests.
+This is the executable specification: its results must equal those of `reference`. It is meant for tests.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from ..schedule import Schedule
 from .reference import Array, Outcome, World, cut_blocks, join_blocks
 
 # Note [A machine that hides nothing]
-# Every rank has its streams. A stream takes its ops in issue order, starts one when those it waits for are complete,
-# and takes its time: it reads and writes region by region, with random pauses, some thousands of times longer than
-# others. A collective begins when all its ranks have begun it, and each rank's part ends when it likes. The host is
-# infinitely fast: allocating and freeing take effect in issue order, before anything has run, as with a caching
-# allocator. So memory is reused early, by a later buffer of the same stream; and a freed buffer is filled with NaN when
-# its stream gets to the `Free`.
-# The caller writes its shards where a `Caller` says so, and NaN at the end. A delivered gradient it reads at once and
-# again as late as it can, before the compute stream goes on; of every other one it lets go at once, so that the memory
-# is given out again; the others it keeps, and whatever writes into them shows. Before each event it works with all
-# memory of the compute stream that is free. Several steps run one after another, and no stream waits for the end of a
-# step.
+# Every rank has its own streams. A stream runs its ops in issue order, and starts an op when the ops it waits for are
+# complete. It reads and writes region by region, with random pauses, some of them thousands of times longer than
+# others. A collective starts when all its ranks have started it, and each rank's part ends at a random time. The host
+# is infinitely fast: allocations and frees take effect in issue order, before any op has run, as with a caching
+# allocator. So a later buffer of the same stream reuses memory as early as possible. A freed buffer is filled with NaN
+# when its stream reaches the `Free`.
+# The caller writes its shards at each `Caller`, and NaN at the end. It reads a delivered gradient at once, and again as
+# late as possible before the compute stream continues. It drops every other delivered gradient (or all) at once, so
+# that the memory is reused, and keeps the rest to detect writes into them. Before each event it overwrites all free
+# memory of the compute stream. Several steps run one after another, and no stream waits for the end of a step.
 
 Steps = Generator[Hashable | None, None, None]
 """The work of a stream. It yields None where it pauses, or what it waits for."""
@@ -47,14 +46,14 @@ def interpret(schedule: Schedule, world: World, timing: int = 0, num_steps: int 
         schedule: what to run, safe or not.
         world: the ranks and their numbers.
         timing: seed of the pauses.
-        num_steps: how many times it is run, one after another.
+        num_steps: number of runs, one after another.
 
     Returns:
-        What each rank has seen in each step: it agrees with `reference(world)` as often as there are steps, whatever
-        the timing, if the schedule is safe.
+        The outcome of each rank in each step. If the schedule is safe, it agrees with `reference(world)`, repeated for
+        each step, for every timing.
 
     Raises:
-        ScheduleError: no stream can go on, or ranks have met in different collectives.
+        ScheduleError: no stream can continue, or ranks have met in different collectives.
 
     >>> from hpfunc.planning import Event, Policy, Program, Unit, Weight, World, plan, reference
     >>> weight = Weight("w", 4, *["float32"] * 4, ("shard",), 2, (), 1, divisor=2)
@@ -70,7 +69,7 @@ def interpret(schedule: Schedule, world: World, timing: int = 0, num_steps: int 
 
 
 class _Place(NamedTuple):
-    """Where something happens: on which rank, in which step."""
+    """The rank and the step at which an op runs."""
 
     rank: int
     step: int
@@ -78,7 +77,7 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Meeting:
-    """One collective of one group: what its ranks have brought."""
+    """One collective of one group, with the data that its ranks have sent."""
 
     op: str
     group: tuple[int, ...]
@@ -109,7 +108,7 @@ class _Machine:
         return {op.name: events[slot.event][0] for slot in self._schedule.slots for op in slot.ops}
 
     def outcomes(self) -> list[Outcome]:
-        """Returns what the ranks have seen, step after step; whatever wrote into a gradient that is kept shows."""
+        """Returns the outcomes of the ranks, step after step. A kept gradient that was overwritten becomes NaN."""
         for memory, delivered in self._handed:
             if not np.array_equal(memory, delivered):
                 delivered[:] = np.nan
@@ -196,16 +195,16 @@ class _Machine:
             self._view(at, region)[:] = value
 
     def _caller_works(self, at: _Place, event: int) -> Steps:
-        """Uses all memory of the compute stream that is free before an event."""
+        """Overwrites all memory of the compute stream that is free before an event."""
         used = [self._memory[at.rank][place] for place in self._allocator.free[at.step].get(event, ())]
         for memory in used:
             memory[:] = np.inf
             yield
         if not all(np.isinf(memory).all() for memory in used):
-            self._outcomes[at.step][at.rank].observations[-1 - event] = math.nan  # no unit's: agrees with nothing
+            self._outcomes[at.step][at.rank].observations[-1 - event] = math.nan  # not a unit's; equals nothing
 
     def _caller(self, at: _Place, op: Caller) -> Steps:
-        """Writes the shards; those that it has written already, NaN: the step is over."""
+        """Writes the shards. Writes NaN to those that it has written before, because the step is over."""
         for region in op.writes:
             weight = self._schedule.buffers[region.buffer].weight
             yield
@@ -214,7 +213,7 @@ class _Machine:
             self._finish((at, region.buffer))
 
     def _compute(self, at: _Place, op: Compute) -> Steps:
-        """Reads the weights twice, when it starts and when it ends: they have to stay."""
+        """Reads the weights at its start and at its end: they must not change."""
         first: list[Array] = []
         second: list[Array] = []
         yield from self._read(at, op.reads, first)
@@ -267,7 +266,7 @@ class _Machine:
         return _RESULTS[op.kind](op, weights, reads)
 
     def _deliver(self, at: _Place, op: Deliver) -> Steps:
-        """Reads a gradient, and again later: the caller's work, which may still be queued when it drops it."""
+        """Reads a gradient twice: work of the caller may still be queued when the caller drops the gradient."""
         memory = self._view(at, op.region)
         delivered = memory.copy()
         yield
@@ -281,7 +280,7 @@ class _Machine:
 
 
 def _received(op: Launch, messages: list[Array], index: int) -> Array:
-    """Returns what the rank at an index of its group gets from the messages of all."""
+    """Returns the message that the rank at `index` of its group receives, from the messages of all ranks."""
     if op.collective == "all_gather":
         return np.concatenate(messages)
     if op.collective == "all_reduce":
@@ -316,16 +315,16 @@ _RESULTS: dict[str, Callable[[Local, list[Weight], list[Array]], list[Array]]] =
 
 
 class _Allocator:
-    """A caching allocator, in issue order: which storage each buffer has in each step.
+    """A caching allocator that works in issue order: the storage of each buffer in each step.
 
     Args:
-        schedule: in whose order memory is taken and given back.
-        num_steps: how many times.
-        lets_go: the caller drops whatever it is given at once, else every other buffer only.
+        schedule: the schedule whose buffers are allocated and freed.
+        num_steps: number of runs.
+        lets_go: whether the caller drops all delivered buffers at once, else every other one.
 
     Attributes:
         places: by step, the storage of each buffer.
-        sizes: of the storages.
+        sizes: number of elements of each storage.
         free: by step and event, the storages of the compute stream that are free just before the event.
         dropped: the delivered buffers that the caller drops at once.
     """

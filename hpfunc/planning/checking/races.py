@@ -1,4 +1,4 @@
-"""Whether every timing of a schedule shows what its order means, and whether every buffer is given back once."""
+"""Race check: every timing of a schedule gives the result of its issue order, and every buffer is released once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..schedule import Schedule
 
 # Note [Happens before]
 # Op a happens before op b if both are on one stream and a is issued first, if b waits for a, or through a third op.
-# Each op has a *clock*: how many ops of each stream happen before it or are it. So a happens before b exactly if b's
-# clock for a's stream has reached a's position there. Two ops that touch one element, one of them writing, must be
-# ordered so; then no timing can show another result than the issue order. A `Free` or `Deliver` writes all that it
-# gives away, and a buffer's first write brings it to life: it must happen before every other use.
+# Each op has a *clock*: for each stream, the number of ops that happen before it, itself included. So a happens before
+# b exactly if b's clock for a's stream has reached a's position there. If two ops touch one element and one of them
+# writes it, one must happen before the other: then every timing gives the result of the issue order. A `Free` or
+# `Deliver` writes all that it gives away. A buffer's first write begins its life, and must precede every other use.
 #
-# Between two events the caller issues work of its own on the compute stream, of which the schedule says nothing: it
-# counts as one more op there. That work may read anything that was delivered, whose memory goes back to the stream that
-# it was taken from once the caller drops it. So only memory of the compute stream is delivered, and an op of another
-# stream that begins such memory must happen after everything that was issued on the compute stream before it.
+# Between two events the caller issues its own work on the compute stream, which is not in the schedule: it counts as
+# one more op there, and may read any delivered buffer. Once the caller drops a buffer, its memory returns to its
+# stream. So only memory of the compute stream may be delivered, and an op of another stream that is the first to write
+# such memory must happen after everything that was issued on the compute stream before it.
 
 Problem = tuple[str, str]
 
@@ -30,7 +30,7 @@ _COMPUTE = _LANES["compute"]
 
 
 class _Use(NamedTuple):
-    """An access of an op to a region: the op is number `position` of stream `lane`."""
+    """An access of an op to a region. The op is number `position` of stream `lane`."""
 
     region: Region
     op: Op
@@ -41,7 +41,7 @@ class _Use(NamedTuple):
 
 @dataclass(slots=True)
 class _Life:
-    """What has happened to a buffer so far. The life of a shard ends when the caller writes it again."""
+    """The history of a buffer so far. The life of a shard ends when the caller writes it again."""
 
     uses: list[_Use] = field(default_factory=list)
     born: Op | None = None
@@ -50,14 +50,14 @@ class _Life:
 
 
 class _Clocks(NamedTuple):
-    """For each op its clock, and how far the compute stream had come when it was issued."""
+    """For each op its clock, and the position of the compute stream when the op was issued."""
 
     known: dict[str, Clock]
     computed: dict[str, int]
 
 
 def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
-    """Yields the name of each op that races with an earlier one, or misuses a buffer, and why."""
+    """Yields name and reason for each op that races with an earlier one or misuses a buffer."""
     clocks = _clocks(schedule)
     lives = [_Life() for _ in schedule.buffers]
     first = _begins(schedule)
@@ -112,7 +112,7 @@ def _clocks(schedule: Schedule) -> _Clocks:
 
 
 def hidden_launches(schedule: Schedule) -> int:
-    """Returns how many launches may still be under way while a unit computes that is issued after them."""
+    """Returns the number of launches that may still be in flight while the next compute op runs."""
     clocks = _clocks(schedule).known
     count, waiting = 0, list[Launch]()
     for op in schedule.ops:
@@ -137,7 +137,7 @@ def _uses(schedule: Schedule, op: Op, clock: Clock) -> list[_Use]:
 
 
 def _misuse(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Clock) -> Iterator[str]:
-    """Yields what is wrong with a use; the compute stream had come to `computed` when its op was issued."""
+    """Yields the faults of a use. `computed` is the position of the compute stream when its op was issued."""
     op, buffer = use.op, schedule.buffers[use.region.buffer]
     if isinstance(op, Caller) != (buffer.kind == "shard") and use.writes:
         owner = "the caller" if buffer.kind == "shard" else "the schedule"
@@ -156,7 +156,7 @@ def _misuse(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Cl
         yield f"delivers {buffer.name}, which is memory of stream {buffer.stream}: the caller drops it unseen by that"
     if use.writes:
         yield from _miswrite(schedule, use, life, computed, clock)
-    elif life.born is None and 0 == use.region.numel < buffer.numel:  # of all others `wrong_meanings` tells
+    elif life.born is None and 0 == use.region.numel < buffer.numel:  # `wrong_meanings` reports all others
         yield f"reads {buffer.name}, which nobody has written"
 
 
@@ -187,7 +187,7 @@ def _in_place(op: Compute | Launch | Local) -> bool:
 
 
 def _races(use: _Use, life: _Life, clock: Clock) -> list[Op]:
-    """Returns the earlier ops that conflict with a use and do not happen before it, as the clock of its op says."""
+    """Returns the earlier ops that conflict with a use and, by the clock of its op, do not happen before it."""
     found: dict[str, Op] = {}
     for region, op, writes, lane, position in life.uses:
         if clock[lane] >= position:

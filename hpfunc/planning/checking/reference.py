@@ -1,4 +1,4 @@
-"""What a program means, on numpy data, for all ranks in one process: what each of them must see, whatever the schedule.
+"""`reference`: the results of a program on numpy data, for all ranks in one process, without a schedule.
 
 Numbers are small integers, multiples of all divisors, so that every sum and quotient is exact and results can be
 compared bit by bit. It is meant for tests.
@@ -19,12 +19,12 @@ Array = NDArray[np.float64]
 
 
 class World:
-    """Ranks on a mesh, with their shards, and what their units compute: functions of the seed.
+    """Ranks on a mesh, with their shards and the results of their units, which are functions of the seed.
 
     Args:
-        program: whose weights and events it is.
+        program: the program to run.
         mesh_sizes: number of ranks along each data axis, in mesh order.
-        seed: of all numbers.
+        seed: the seed of all numbers.
     """
 
     def __init__(self, program: Program, mesh_sizes: dict[str, int], seed: int = 0) -> None:
@@ -38,11 +38,11 @@ class World:
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole machine."""
+        """Number of ranks of the mesh."""
         return len(self._coordinates)
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """Returns the ranks that differ from `rank` in nothing but `axes`, in mesh order."""
+        """Returns the ranks whose coordinates differ from those of `rank` only along `axes`, in mesh order."""
         if (axes, rank) not in self._groups:
             key = self._key(axes, rank)
             ranks = tuple(other for other in range(self.num_ranks) if self._key(axes, other) == key)
@@ -59,7 +59,7 @@ class World:
         return self._numbers(w.block_numel, 0, weight, block)
 
     def gradient(self, rank: int, event: int, position: int, wholes: list[Array]) -> Array:
-        """Returns the gradient that a backward computes for the weight at a position of its unit."""
+        """Returns the gradient that a backward computes for the weight at `position` of its unit."""
         unit = self.program.unit_of(self.program.events[event])
         numel = self.program.weights[unit.weights[position]].whole_numel
         return self._divisors * (self._numbers(numel, 1, rank, event, position) + np.fmod(self.observe(wholes), 7.0))
@@ -77,22 +77,22 @@ class World:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one rank sees of a step.
+    """The results of a step on one rank.
 
     Attributes:
-        gradients: what was delivered, by (which `value_and_grad`, weight); two for one are wrong.
-        observations: for each compute event what `World.observe` has said of the weights that it read.
+        gradients: delivered gradients by (index of the `value_and_grad`, weight). More than one for a key is an error.
+        observations: for each compute event, the result of `World.observe` for the weights that it read.
     """
 
     gradients: dict[tuple[int, int], list[Array]] = field(default_factory=dict)
     observations: dict[int, float] = field(default_factory=dict)
 
     def agrees(self, other: Outcome) -> bool:
-        """Returns whether two outcomes are the same, bit by bit."""
+        """Returns whether two outcomes are equal bit by bit."""
         same_keys = self.observations.keys() == other.observations.keys()
         if not same_keys or self.gradients.keys() != other.gradients.keys():
             return False
-        # One by one: two dicts that hold the same NaN are equal, and NaN must not agree with anything.
+        # One by one: dicts that hold the same NaN object are equal, but NaN must not agree with anything.
         if any(mine != other.observations[event] for event, mine in self.observations.items()):
             return False
         return all(
@@ -102,18 +102,18 @@ class Outcome:
 
 
 def cut_blocks(weight: Weight, whole: Array) -> Array:
-    """Returns the blocks of a whole weight, one a row."""
+    """Returns the blocks of a whole weight, one per row."""
     rows = (weight.num_shards, weight.block_numel)
     return whole.reshape(rows) if weight.direct else whole.reshape(rows[::-1]).T
 
 
 def join_blocks(weight: Weight, blocks: Array) -> Array:
-    """Returns the whole weight of which these are the blocks."""
+    """Returns the whole weight that consists of these blocks."""
     return (blocks if weight.direct else blocks.T).reshape(-1)
 
 
 def reference(world: World) -> list[Outcome]:
-    """Returns what each rank must see: computed from the program, without a schedule.
+    """Returns the outcome that each rank must have, computed from the program without a schedule.
 
     >>> from hpfunc.planning.program import Event, Unit
     >>> weight = Weight("w", 1, *["float32"] * 4, ("shard",), 2, (), 1, divisor=2)
@@ -150,7 +150,7 @@ def _whole(world: World, weight: int) -> Array:
 
 
 def _reduced(world: World, weight: int, rank: int, gradients: list[Array]) -> Array:
-    """Returns the sum of the rank's block of all gradients, divided."""
+    """Returns the sum over `gradients` of the rank's block, divided."""
     w = world.program.weights[weight]
     axes = (w.gather_axes if w.num_shards > 1 else ()) + (w.reduce_axes if w.num_replicas > 1 else ())
     block = world.group(w.gather_axes, rank).index(rank) if w.num_shards > 1 else 0

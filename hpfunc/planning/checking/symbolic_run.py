@@ -1,7 +1,7 @@
-"""What a schedule computes: a symbolic run, in issue order.
+"""A symbolic run of a schedule in issue order, which checks the values that it computes.
 
-Either the right values reach every `Compute` and every `Deliver`, or the schedule is wrong, whatever its planner meant:
-nothing here is shared with the planner.
+The right values must reach every `Compute` and every `Deliver`, else the schedule is wrong. This module shares no code
+with the planner.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .symbols import (
 
 
 def num_ranks(program: Program) -> dict[Axes, int]:
-    """Returns how many ranks there are along the axes that the program's weights are cut or reduced over."""
+    """Returns the number of ranks along the axes over which the program's weights are cut or reduced."""
     cuts = {weight.gather_axes: weight.num_shards for weight in program.weights}
     return cuts | {weight.reduce_axes: weight.num_replicas for weight in program.weights}
 
 
 def wrong_meanings(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    """Yields the name of each op that does not find, or does not leave, what it should, and why."""
+    """Yields name and reason for each op that reads or leaves wrong values."""
     run = _Run(schedule)
     for slot in schedule.slots:
         for op in slot.ops:
@@ -61,11 +61,11 @@ def wrong_meanings(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 
 def scattered(schedule: Schedule, issued: Collection[str]) -> dict[int, Region]:
-    """Returns where the scattered gradient of each weight is, if one waits for others or for its all-reduce.
+    """Returns the region of the scattered gradient of each weight that waits for others or for its all-reduce.
 
     Args:
-        schedule: a safe one.
-        issued: the names of the ops that have run; the others will not.
+        schedule: a safe schedule.
+        issued: the names of the ops that have run; the others will not run.
     """
     run = _Run(schedule)
     gone: set[int] = set()
@@ -111,7 +111,7 @@ class _Run:
                 self._deliver(slot, op)
 
     def gradients(self, index: int) -> Iterator[tuple[int, Region]]:
-        """Yields the gradients in a buffer, and where each of them is."""
+        """Yields the weight and the region of each gradient in a buffer."""
         start = 0
         for piece in self._memory[index]:
             if isinstance(piece.value, Grad):
@@ -153,7 +153,7 @@ class _Run:
         self._memory[region.buffer] = join([cut(old, 0, region.start), content, after])
 
     def _read_all(self, regions: Sequence[Region]) -> list[Content] | None:
-        """Returns what the regions hold; None if an op that is reported has written it."""
+        """Returns the contents of the regions; None if a reported op has written them."""
         contents = [self._read(region) for region in regions]
         known = not any(isinstance(piece.value, Unknown) for content in contents for piece in content)
         return contents if known else None
@@ -260,7 +260,7 @@ class _Run:
         return owned
 
     def _accumulated(self, op: Local, contents: list[Content]) -> list[Content]:
-        """Returns sums of what came so far and one more: another order would have other bits."""
+        """Returns sums of an earlier and a later term. The order is checked, because it determines the bits."""
         pairs = list(zip(contents[::2], contents[1::2], strict=True))
         if not op.weights:
             sums = [added(self._program.weights, *pair) for pair in pairs]
@@ -268,7 +268,7 @@ class _Run:
         return [self._one_more(weight, *pair) for weight, pair in zip(op.weights, pairs, strict=True)]
 
     def _one_more(self, weight: int, earlier: Content, later: Content) -> Content:
-        """Returns the sum of a whole gradient and that of one more use."""
+        """Returns the sum of a whole gradient and the gradient of one more use."""
         contents = (earlier, later)
         uses = [
             content[0].value.uses if content and isinstance(content[0].value, Grad) else ((),) for content in contents
@@ -330,7 +330,7 @@ class _Run:
 
 
 def _divisors(*values: Grad) -> list[str]:
-    """Returns for people by what values are divided, and how where that is all in which they differ."""
+    """Returns the divisors of values for display, with the steps of the division if their products are equal."""
     products = [str(math.prod(divisor for divisor, _ in value.divided)) for value in values]
     if len(set(products)) > 1:
         return products
@@ -338,7 +338,7 @@ def _divisors(*values: Grad) -> list[str]:
 
 
 def _difference(content: Content, right: Content) -> str:
-    """Returns in which fields the content differs from what is right."""
+    """Returns the fields in which the content differs from the right one."""
     match content, right:
         case (Piece(Grad() as found),), (Piece(Grad() as wanted),):
             fields = (
@@ -357,7 +357,7 @@ def _difference(content: Content, right: Content) -> str:
 
 
 def _expected(program: Program) -> dict[tuple[int, int], tuple[tuple[Uses, ...], bool]]:
-    """Returns, by (segment, weight), the uses that make up its gradient, in groups, and whether any is carried."""
+    """Returns, by (segment, weight), the uses that its gradient sums, in groups, and whether any group is carried."""
     groups: defaultdict[tuple[int, int], dict[int, Uses]] = defaultdict(dict)
     last: dict[int, int] = {}
     for index, (event, (delivered, scattered)) in enumerate(zip(program.events, segments(program), strict=True)):

@@ -1,6 +1,6 @@
-"""What memory holds, as symbols: values, runs of them, and what the collectives make of them.
+"""Symbolic contents of memory: values, sequences of values, and the results of collectives on them.
 
-All ranks do the same, so one rank stands for all: a value is "my own block of this weight", or "the block of rank 2".
+All ranks do the same, so one rank represents all: a value is "my own block of this weight", or "the block of rank 2".
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..program import Program, Weight
 OWN = -1
 """As a rank: this rank. The symbol stands for a different block on each rank."""
 ENTIRE = -2
-"""As a rank: all of them, in a layout that is not block after block."""
+"""As a rank: all ranks, in a layout that is not block after block."""
 SHORT = -3
 """As a rank: this rank, without the padding of its block. Some rank has fewer elements than the others."""
 
 WHOLE = "that of the whole gradient"
-"""As the dtype of a division: it came before the cast to the dtype of the message."""
+"""As the dtype of a division: the division was before the cast to the dtype of the message."""
 
 Axes: TypeAlias = tuple[str, ...]
 Uses: TypeAlias = tuple[tuple[int, int], ...]
@@ -31,12 +31,12 @@ Uses: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """Memory that nobody has written."""
+    """Memory that was never written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What an op that is already reported has left behind; it causes no second report."""
+    """Memory that a reported op has written, or that was freed. It causes no second report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Grad(NamedTuple):
     """The block of a weight's gradient that belongs to `rank`, after casts through `dtypes`.
 
     Attributes:
-        uses: the (event, position in its unit) whose gradients are added up in it, in that order, in groups: those of a
-            group were added up before they were scattered. See Note [Carried gradients].
+        uses: the (event, position in its unit) of the gradients that it sums, in order and in groups. The gradients of
+            a group were added up before they were scattered. See Note [Carried gradients].
         summed: the mesh axes over which it is summed.
-        divided: what it is divided by, and in which dtype, one division after another: each rounds.
-        early: it was divided before it was summed.
-        source: (axes, rank) while it is the summand that this rank over these axes has sent.
+        divided: (divisor, dtype) of each division, in order, because each division rounds.
+        early: whether it was divided before it was summed.
+        source: (axes, rank) of the sender, while it is a summand that was exchanged over these axes.
     """
 
     weight: int
@@ -83,7 +83,7 @@ class Grad(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The part of `content` that is this rank's over `axes`: sent by rank `source`, or summed over all if None."""
+    """This rank's part of `content` over `axes`: sent by rank `source`, or summed over all ranks if that is None."""
 
     content: Content
     axes: Axes
@@ -94,7 +94,7 @@ Value: TypeAlias = Nothing | Unknown | Zero | Param | Grad | Chunk
 
 
 class Piece(NamedTuple):
-    """`numel` elements of a value, from its element `base` on."""
+    """`numel` elements of a value, starting at its element `base`."""
 
     value: Value
     numel: int
@@ -102,11 +102,11 @@ class Piece(NamedTuple):
 
 
 Content: TypeAlias = tuple[Piece, ...]
-"""What a run of memory holds, piece after piece. Equal contents are equal tuples: see `join`."""
+"""The contents of contiguous memory, piece after piece. Equal contents are equal tuples: see `join`."""
 
 
 def join(contents: Iterable[Content]) -> Content:
-    """Puts contents one after another, with no piece that is empty and none that merely continues the one before."""
+    """Concatenates contents. Drops empty pieces, and joins a piece to the one before if it continues that."""
     pieces: list[Piece] = []
     for content in contents:
         for piece in content:
@@ -119,12 +119,12 @@ def join(contents: Iterable[Content]) -> Content:
 
 
 def _next_base(piece: Piece) -> int:
-    """Returns the base of what would continue a piece; without a form, every element is the first."""
+    """Returns the base of a piece that would continue this one. For uniform values it is always 0."""
     return piece.base + piece.numel if isinstance(piece.value, (Param, Grad, Chunk)) else 0
 
 
 def cut(content: Content, start: int, stop: int) -> Content:
-    """Returns what elements `start` to `stop` hold."""
+    """Returns the contents of elements `start` to `stop`."""
     pieces: list[Piece] = []
     offset = 0
     for piece in content:
@@ -151,11 +151,11 @@ def split(content: Content, parts: int) -> list[Content]:
 
 
 class WrongError(Exception):
-    """An op does not find what it needs."""
+    """An op reads wrong values."""
 
 
 def added(weights: Sequence[Weight], earlier: Content, later: Content) -> Content:
-    """Returns the sum of scattered gradients: of groups that were added up, and of one more.
+    """Returns the sum of scattered gradients: an earlier sum of groups, plus one more group.
 
     Floating-point addition is not associative, so the order of terms is part of the value.
     """
@@ -188,12 +188,12 @@ def _added(weights: Sequence[Weight], earlier: Piece, later: Piece) -> Piece:
     return earlier._replace(value=a._replace(uses=a.uses + b.uses, dtypes=(weight.accum_dtype,)))
 
 
-# ------------------------------------------------------------------------------------------------------ what is right
+# -------------------------------------------------------------------------------------------------- expected contents
 
 
 @cache
 def chain(*dtypes: str) -> tuple[str, ...]:
-    """Returns the dtypes that a value passes through, without casts that change nothing."""
+    """Returns the dtypes that a value passes through, without casts to the same dtype."""
     return tuple(dtype for index, dtype in enumerate(dtypes) if index == 0 or dtype != dtypes[index - 1])
 
 
@@ -208,7 +208,7 @@ def cast(content: Content, dtype: str) -> Content:
 
 
 def blocks(weight: Weight, value: Param | Grad) -> Content:
-    """Returns the whole of a weight or gradient: its blocks in order if that is its layout, or one opaque piece."""
+    """Returns the whole of a weight or gradient: its blocks in order if its layout is so, else one opaque piece."""
     if weight.num_shards == 1:
         return join([(Piece(value.at(OWN), weight.block_numel),)])
     if not weight.direct or (isinstance(value, Grad) and not weight.even):
@@ -217,7 +217,7 @@ def blocks(weight: Weight, value: Param | Grad) -> Content:
 
 
 def packed(weights: Sequence[Weight], values: Sequence[Param | Grad]) -> Content:
-    """Returns a message with a part for each rank: this rank's block of every weight."""
+    """Returns a message with one part for each rank, which has the rank's block of every weight."""
     num_ranks = weights[0].num_shards
     blocks_of = [(value, weight.block_numel) for weight, value in zip(weights, values, strict=True)]
     ranks = range(num_ranks) if num_ranks > 1 else (OWN,)
@@ -225,12 +225,12 @@ def packed(weights: Sequence[Weight], values: Sequence[Param | Grad]) -> Content
 
 
 def summed_dtypes(weight: Weight, uses: Uses) -> tuple[str, ...]:
-    """Returns the dtypes of a whole gradient: that of the unit, or, if it is a sum, that in which it was added up."""
+    """Returns the dtypes of a whole gradient: the dtype of the unit, or for a sum the accumulation dtype."""
     return (weight.dtype,) if len(uses) == 1 else (weight.accum_dtype,)
 
 
 def scattered_dtypes(weight: Weight, uses: tuple[Uses, ...]) -> tuple[str, ...]:
-    """Returns the dtypes through which a scattered gradient has passed when it is added to others."""
+    """Returns the dtypes that a scattered gradient has passed through when it is added to others."""
     first, *others = uses
     if others:
         return (weight.accum_dtype,)
@@ -238,7 +238,7 @@ def scattered_dtypes(weight: Weight, uses: tuple[Uses, ...]) -> tuple[str, ...]:
 
 
 def finished(program: Program, weight: int, uses: tuple[Uses, ...], carried: bool) -> Content:
-    """Returns the gradient that the caller is to get; `carried`, if a part of it comes from an earlier backward."""
+    """Returns the gradient that the caller must get. `carried`: a part of it comes from an earlier backward."""
     w = program.weights[weight]
     early = w.reduce_dtype == "float16" and w.divisor > 1
     dtypes = scattered_dtypes(w, uses)
@@ -250,13 +250,13 @@ def finished(program: Program, weight: int, uses: tuple[Uses, ...], carried: boo
 
 
 def shard(weight: Weight, index: int, dtype: str) -> Content:
-    """Returns what the caller has written into the shard of a weight: no padding, where there is any."""
+    """Returns the contents of a shard that the caller has written. The caller does not write the padding."""
     padded = not weight.even and weight.num_shards > 1
     return join([(Piece(Param(index, SHORT if padded else OWN, (dtype,)), weight.block_numel),)])
 
 
 def sum_axes(weight: Weight) -> frozenset[str]:
-    """Returns the axes over which a weight's gradient has to be summed."""
+    """Returns the axes over which a weight's gradient must be summed."""
     scattered = weight.gather_axes if weight.num_shards > 1 else ()
     return frozenset(scattered) | frozenset(weight.reduce_axes if weight.num_replicas > 1 else ())
 
@@ -265,7 +265,7 @@ def sum_axes(weight: Weight) -> frozenset[str]:
 
 
 def own(content: Content, parts: int) -> Content | None:
-    """Returns part `OWN` of a message whose part r is for rank r; None if its parts are not alike."""
+    """Returns the part for this rank of a message whose part r is for rank r; None if its parts are not alike."""
     candidates = []
     for rank, part in enumerate(split(content, parts)):
         pieces: list[Piece] = []
@@ -281,13 +281,13 @@ def own(content: Content, parts: int) -> Content | None:
 
 
 class Collectives:
-    """The collectives, on contents. `num_ranks` says how many ranks the axes of a communicator have."""
+    """The collectives on contents. `num_ranks` is the number of ranks along the axes of the communicator."""
 
     def __init__(self, program: Program) -> None:
         self._weights = program.weights
 
     def apply(self, collective: Collective, content: Content, axes: Axes, num_ranks: int) -> Content:
-        """Returns what this rank receives if all ranks send `content`."""
+        """Returns the content that this rank receives if all ranks send `content`."""
         match collective:
             case "all_gather":
                 return self.all_gather(content, axes, num_ranks)
@@ -346,7 +346,7 @@ class Collectives:
         return self.total(summands[0], axes or ())
 
     def total(self, content: Content, axes: Axes) -> Content:
-        """Returns the sum over `axes` of what each rank holds."""
+        """Returns the sum over `axes` of the contents of all ranks."""
         return tuple(Piece(self._sum(piece.value, axes), piece.numel, piece.base) for piece in content)
 
     def _sum(self, value: Value, axes: Axes) -> Value:
@@ -369,7 +369,7 @@ def _sent(piece: Piece, source: tuple[Axes, int]) -> Piece:
 
 
 def _received(value: Value, rank: int) -> tuple[Axes | None, Value]:
-    """Returns over which axes a summand of `rank` was exchanged, and the value without its source."""
+    """Returns the axes over which a summand of `rank` was exchanged, and the value without its source."""
     match value:
         case Grad(source=(axes, source)) if source == rank:
             return axes, value.at(value.rank)
