@@ -7,13 +7,13 @@ world that is a little harsher and in which planned schedules are right all the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
 from hpfunc.planning.checking.checker import find_violations
-from hpfunc.planning.ops import Caller, Communicator, Compute, Free, Launch, Local, Op, Region, Slot
+from hpfunc.planning.ops import Buffer, Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region, Slot
 from hpfunc.planning.schedule import Schedule
 from tests.judge.explore import Rules, judge
 from tests.judge.world import World
@@ -101,10 +101,17 @@ def _needs_zeros(difference: Difference) -> bool:
 def _is_of_nothing(difference: Difference) -> bool:
     buffers = difference.mutant.buffers
     empty = [buffer.name for buffer in buffers if not buffer.numel]
-    # An op that touches nothing but buffers without elements counts as one of them.
-    empty += [op.name for op in difference.mutant.ops if not any(buffers[i].numel for i in _buffers(op))]
+    # An op that touches no elements counts as one of them.
+    empty += [op.name for op in difference.mutant.ops if not any(_elements(buffers, op))]
     violations = find_violations(difference.mutant)
     return bool(violations) and all(any(name in str(violation) for name in empty) for violation in violations)
+
+
+def _elements(buffers: Sequence[Buffer], op: Op) -> list[int]:
+    """Returns how many elements an op touches, for each of its regions."""
+    if isinstance(op, Free):
+        return [buffers[op.buffer].numel]
+    return [region.numel for region in (*op.reads, *op.writes)]
 
 
 def _is_of_streams(difference: Difference) -> bool:
@@ -163,7 +170,7 @@ def _free_purposes(schedule: Schedule) -> list[Purpose]:
 def _with_plain_layouts(difference: Difference) -> Schedule:
     """Says of weights with blocks of one element that they are block after block, however they are cut."""
     program = difference.mutant.program
-    weights = tuple(replace(w, direct=True) if w.block_numel == 1 and w.even else w for w in program.weights)
+    weights = tuple(replace(w, direct=True) if w.block_numel == 1 else w for w in program.weights)
     return replace(difference.mutant, program=replace(program, weights=weights))
 
 
@@ -212,10 +219,11 @@ def _without_idle_buffers(difference: Difference) -> Schedule:
     def change(op: Op) -> Op:
         if isinstance(op, Free):
             return replace(op, buffer=places.get(op.buffer, op.buffer))
-        names = [name for name in ("reads", "writes") if hasattr(op, name)]
-        if not names:
-            return replace(op, **{"region": moved(getattr(op, "region"))})  # noqa: B009 (a `Deliver`)
-        return replace(op, **{name: tuple(map(moved, getattr(op, name))) for name in names})
+        if isinstance(op, Deliver):
+            return replace(op, region=moved(op.region))
+        if isinstance(op, Caller):
+            return replace(op, writes=tuple(map(moved, op.writes)))
+        return replace(op, reads=tuple(map(moved, op.reads)), writes=tuple(map(moved, op.writes)))
 
     if len(kept) == len(mutant.buffers):
         return mutant
@@ -223,10 +231,27 @@ def _without_idle_buffers(difference: Difference) -> Schedule:
 
 
 def _buffers(op: Op) -> set[int]:
-    if isinstance(op, Free):
-        return {op.buffer}
-    regions = (getattr(op, "region", None), *getattr(op, "reads", ()), *getattr(op, "writes", ()))
-    return {region.buffer for region in regions if region is not None}
+    return {region.buffer for region in (*op.reads, *op.writes)}
+
+
+def _with_nothing_as_planned(difference: Difference) -> Schedule:
+    """Lets an op read and write no elements where it does so in the planned schedule."""
+    planned = {op.name: op for op in difference.valid.ops}
+
+    def put_back(found: tuple[Region, ...], due: tuple[Region, ...]) -> tuple[Region, ...]:
+        if len(found) != len(due):
+            return found
+        return tuple(b if a.numel == b.numel == 0 else a for a, b in zip(found, due, strict=True))
+
+    def change(op: Op) -> Op:
+        due = planned.get(op.name)
+        if isinstance(op, Deliver) and isinstance(due, Deliver):
+            return replace(op, region=put_back((op.region,), (due.region,))[0])
+        if isinstance(op, (Compute, Launch, Local)) and isinstance(due, (Compute, Launch, Local)):
+            return replace(op, reads=put_back(op.reads, due.reads), writes=put_back(op.writes, due.writes))
+        return op
+
+    return _changed(difference.mutant, change)
 
 
 def _with_callers_as_planned(difference: Difference) -> Schedule:
@@ -242,26 +267,28 @@ def _with_callers_as_planned(difference: Difference) -> Schedule:
         ends = [op for op in missing if op not in first and planned.ops[-1] is op]
         made = [op for op in missing if op not in first and op not in ends]
         slots.append(Slot(slot.event, slot.when, (*first, *made, *rest, *ends)))
-    return _with_one_beginning(replace(difference.mutant, slots=tuple(slots)), found)
+    at_once = [op.name for op in takewhile(lambda op: isinstance(op, Caller), difference.valid.ops)]
+    return _with_one_beginning(replace(difference.mutant, slots=tuple(slots)), at_once, found)
 
 
-def _with_one_beginning(mended: Schedule, found: dict[str, Caller]) -> Schedule:
-    """Lets the first `Caller` say all that those behind it say, as the caller does nothing in between.
+def _with_one_beginning(mended: Schedule, at_once: Sequence[str], found: dict[str, Caller]) -> Schedule:
+    """Lets the first `Caller` say all that those say which stand right behind it in the planned schedule.
+
+    The caller does nothing in between, so that this is true wherever they stand now.
 
     Args:
         mended: a schedule.
+        at_once: their names, the first one's before all.
         found: what has been said before, for the waits.
     """
     names = {op.name for op in mended.ops}
-    at_once = [op for op in takewhile(lambda op: isinstance(op, Caller), mended.ops) if isinstance(op, Caller)]
-    writes = tuple(dict.fromkeys(region for op in at_once for region in op.writes))
+    writes = tuple(dict.fromkeys(region for op in mended.ops if op.name in at_once for region in op.writes))
 
     def change(op: Op) -> Op:
         kept = [name for name in (found.get(op.name, op) if isinstance(op, Caller) else op).waits if name in names]
-        if op in at_once:
-            return replace(op, writes=writes if op is at_once[0] else (), waits=tuple(kept))
-        others = [other.name for other in at_once[1:]]
-        kept = [at_once[0].name if name in others else name for name in kept]
+        if isinstance(op, Caller) and op.name in at_once:
+            return replace(op, writes=writes if op.name == at_once[0] else (), waits=tuple(kept))
+        kept = [at_once[0] if name in at_once else name for name in kept]
         return replace(op, waits=tuple(dict.fromkeys(kept)))
 
     return _changed(mended, change)
@@ -286,6 +313,17 @@ def _with_births_first(difference: Difference) -> Schedule:
     return _changed(difference.mutant, change)
 
 
+def _gives_nothing(op: Op) -> bool:
+    """Returns whether the caller has nothing of an op of the compute stream that it could drop."""
+    match op:
+        case Caller():
+            return not op.writes
+        case Deliver():
+            return not op.region.numel
+        case _:
+            return isinstance(op, (Free, Local))
+
+
 def _with_waits_behind_the_caller(difference: Difference) -> Schedule:
     """Lets what begins memory of compute wait also for the step's own ops there, behind the caller's last work."""
     before: dict[str, set[str]] = {}
@@ -301,10 +339,7 @@ def _with_waits_behind_the_caller(difference: Difference) -> Schedule:
         begun.update(begins)
         if op.stream != "compute" and any(buffers[buffer].stream == "compute" for buffer in begins):
             behind = [other for other in computed if other.name not in known]
-            own = [
-                isinstance(other, (Free, Local)) or (isinstance(other, Caller) and not other.writes) for other in behind
-            ]
-            if behind and all(own):
+            if behind and all(map(_gives_nothing, behind)):
                 op = replace(op, waits=(*op.waits, behind[-1].name))
         before[op.name] = {op.name, *known}.union(*(before.get(name, ()) for name in op.waits))
         last[op.stream] = op.name
@@ -340,6 +375,11 @@ KINDS: tuple[Kind, ...] = (
         "name of a weight",
         "an op names another weight than the one that it packs or unpacks, whose layout is the same",
         mended=_with_weights_as_planned,
+    ),
+    Kind(
+        "no elements of another buffer",
+        "an op reads or writes no elements, of another buffer than planned",
+        mended=_with_nothing_as_planned,
     ),
     Kind("label of a shard", "the stream of the caller's memory means nothing", mended=_with_labels_of_shards),
     Kind(

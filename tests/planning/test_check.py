@@ -338,6 +338,19 @@ def test_no_element_is_read_of_what_nobody_has_written() -> None:
     assert texts(early) == ["forward layer0: reads gradient w1, which nobody has written"]
 
 
+def test_weights_without_elements_have_their_dtype() -> None:
+    """Their contents do not tell one buffer from another, but a unit sees the dtype, and so does the caller."""
+    program = stack((weight("w0", 0, FSDP, dtype="bfloat16"),), (weight("w1", 64, FSDP, dtype="bfloat16"),))
+    empty = plan(program, Policy())
+    assert find_violations(empty) == ()
+    shard, output = (buffer(empty, name)._replace(stop=0) for name in ("shard w0", "whole w1"))
+    assert texts(changed(empty, "forward layer0", reads=(shard,), waits=op(empty, "forward layer0").waits)) == [
+        "forward layer0: takes bfloat16 from shard w0, which is float32"
+    ]
+    late = texts(changed(empty, "deliver w0", region=output))
+    assert "deliver w0: takes float32 from whole w1, which is bfloat16" in late
+
+
 def test_what_follows_from_a_mistake_is_not_reported_again() -> None:
     """The gradients of a backward that has read nothing are not blamed on those that use them."""
     assert texts(without(TWO, "gather layer0")) == [

@@ -136,6 +136,12 @@ class _Run:
             raise WrongError(f"reads elements of {self._buffers[region.buffer].name} that were never written")
         return content
 
+    def _same_dtype(self, region: Region, dtype: str) -> None:
+        """Raises WrongError for a region of another dtype: without elements its contents do not tell."""
+        buffer = self._buffers[region.buffer]
+        if buffer.dtype != dtype:
+            raise WrongError(f"takes {dtype} from {buffer.name}, which is {buffer.dtype}")
+
     def _write(self, region: Region, content: Content) -> None:
         buffer = self._buffers[region.buffer]
         numel = 0
@@ -182,11 +188,13 @@ class _Run:
             unknown = any(isinstance(piece.value, Unknown) for piece in found)
             if found != whole and not unknown:
                 raise WrongError(f"reads from {self._buffers[region.buffer].name} what is not the whole of {w.name}")
+            self._same_dtype(region, w.dtype)
         trainable = [(position, w) for position, w in enumerate(members) if self._program.weights[w].trainable]
         written = trainable if event.kind == "backward" else []
         if len(op.reads) != len(members) or len(op.writes) != len(written):
             raise WrongError(f"needs {len(members)} reads and {len(written)} writes")
         for (position, weight), region in zip(written, op.writes, strict=True):
+            self._same_dtype(region, self._program.weights[weight].dtype)
             self._write(region, self._whole_gradient(weight, ((op.event, position),)))
 
     def _whole_gradient(self, weight: int, uses: Uses) -> Content:
@@ -324,6 +332,7 @@ class _Run:
         right = finished(self._program, op.weight, *uses)
         if content != right:
             raise WrongError(f"delivers for {weight.name} what is not its gradient: {_difference(content, right)}")
+        self._same_dtype(op.region, weight.accum_dtype)
 
     def _ends(self, event: int) -> bool:
         return self._program.events[event].kind == "end_backward" and not self._program.events[event].carry
