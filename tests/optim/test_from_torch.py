@@ -221,7 +221,7 @@ def update_twice(params, other):
 
 
 ERRORS = {
-    "no class": (lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])), "no class of torch.optim"),
+    "no class": (lambda: optim.from_torch(torch.optim.SGD([torch.ones(1)])), "is not a class of torch.optim"),
     "a closure": (lambda: optim.from_torch(torch.optim.LBFGS), "LBFGS calls the loss itself"),
     "a bad option": (lambda: optim.from_torch(torch.optim.SGD, lr=-1.0), "SGD refuses its options: Invalid learning"),
     "an unknown option": (lambda: optim.from_torch(torch.optim.SGD, beta=1.0), "SGD refuses its options"),

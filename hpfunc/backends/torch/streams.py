@@ -88,6 +88,7 @@ class HostStreams:
         try:
             work.wait()
         except RuntimeError as error:
+            poll(label, 0.0)  # a peer that failed gives its groups up, which ends this: the board tells why
             poll(f"{label}: {error}", float("inf"))
             raise
 
