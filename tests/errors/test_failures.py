@@ -162,6 +162,28 @@ def test_groups_that_were_given_up_leave_no_threads(pool: Any) -> None:
         assert counts[-1] <= counts[1], counts  # of the first two, autograd's and torch's own may still begin
 
 
+def failing_beside_a_group_of_the_caller(rank: int) -> list[str]:
+    params, x = hp.shard(weights(), mesh(), hp.P("shard")), torch.full((2, 4), float(rank))
+    step_fn = Step(rank, "forward")
+    step = hp.sharded(step_fn, mesh())
+    texts = [outcome(step, params, x)]
+    mine = dist.new_group(list(range(NUM_RANKS)), use_local_synchronization=True)
+    for _ in range(3):
+        step_fn.is_armed = True
+        outcome(step, params, x)
+        step_fn.is_armed = False
+        texts.append(outcome(step, params, x))
+    dist.all_reduce(x, group=mine)
+    dist.destroy_process_group(mine)
+    return [*texts, f"{float(x[0, 0]):g}"]
+
+
+def test_new_groups_take_no_name_of_another_one(pool: Any) -> None:
+    """torch makes names of ranks and of how many groups there are, so that none may be forgotten."""
+    total = f"{sum(range(NUM_RANKS)):g}"
+    assert pool(NUM_RANKS).run(failing_beside_a_group_of_the_caller) == [["returned"] * 4 + [total]] * NUM_RANKS
+
+
 # --- a rank that dies -----------------------------------------------------------------------------------------------
 KINDS = ("recording", "planned", "silent")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -42,29 +40,32 @@ def host_options(purpose: str, timeout_s: float) -> Any:
     return options
 
 
-_num_made: Counter[str] = Counter()
-
-
 def _host_group(given: Any, options: Any) -> Any:
-    # A group that was given up has left its keys in the store, and torch gives its name to the next one.
-    store = dist.PrefixStore(str(_num_made[given.group_id]), given.store)
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = given.group_id
-    group = _gloo(store, given.group_rank, given.group_size, options)
-    _num_made[given.group_id] += 1
-    return group
+    return _gloo(given.store, given.group_rank, given.group_size, options)
+
+
+class _GivenUp:
+    """Stands for a destroyed group in torch's table of names, which are numbered by its length: none comes again."""
+
+    def abort(self) -> None:
+        """It was."""
+
+    def shutdown(self) -> None:
+        """It was."""
 
 
 def give_up(group: Any) -> None:
-    """Ends whatever a group is doing.
+    """Ends whatever a group is doing. Its name stays taken: the rendezvous of the next one must not meet its keys.
 
-    One of a device stays registered, so that the next one gets another name: its rendezvous must not meet the old keys.
-    One of the host sees to that by itself, and has threads that end only when torch forgets it.
+    A group of the host has threads, which end only when torch forgets it.
     """
     group.abort()
-    with suppress(ValueError):  # the caller has ended all groups
-        if dist.get_backend(group) == HOST:
-            dist.destroy_process_group(group)
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    if (name := names.get(group)) is not None and dist.get_backend(group) == HOST:  # else the caller has ended it
+        dist.destroy_process_group(group)
+        names[_GivenUp()] = name
 
 
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
