@@ -48,7 +48,7 @@ _REASONS: dict[str, Callable[[Case], bool]] = {
     "only floating tensors can be differentiated": _trains_complex,
     "are computed within the loss": lambda case: any(ref.is_made for unit in case.units for ref in unit.refs),
     "written to in place": lambda case: _raises(_all_reached(case)) or checkpointing_raises(_all_reached(case)),
-    "changes its arguments, and is computed again": checkpointing_raises,
+    "changes its arguments, and is computed again": lambda case: checkpointing_raises(_all_reached(case)),
     "the loss does not depend on what is differentiated": _has_no_gradient,
     "computed again for a differentiation inside of the loss": lambda case: (
         recomputes(case) and any(term.kind == "penalty" for term in case.loss)
