@@ -58,13 +58,12 @@ class PlainWorld:
         return 2 * value if ref.is_made else value
 
     def call(self, unit: int, weights: Any, x: Tensor) -> Any:
-        fn = unit_function(self.case, self.case.units[unit], self)
+        fn, name = unit_function(self.case, self.case.units[unit], self), self.case.around.param_dtype
+        if self.casts and name:
+            fn = functools.partial(_casting, fn, getattr(torch, name))
         if self.checkpoints and self.case.units[unit].remat:
-            fn = functools.partial(checkpoint, fn, use_reentrant=False)
-        if not self.casts or not (name := self.case.around.param_dtype):
-            return fn(weights, x)
-        weights, x = _cast(weights, getattr(torch, name)), _cast(x, getattr(torch, name))
-        return _cast(fn(weights, x), torch.float64)
+            return checkpoint(fn, weights, x, use_reentrant=False)  # with its casts: it keeps what it is given
+        return fn(weights, x)
 
     def checkpoint(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return checkpoint(fn, x, use_reentrant=False) if self.checkpoints else fn(x)
@@ -78,6 +77,10 @@ class PlainWorld:
     def own(self, name: str) -> Tensor:
         array = self.case.array(name)
         return self.wholes[name] if array.kind == "plain" else self.wholes[name][slices(self.case, array, self.rank)]
+
+
+def _casting(fn: Callable[..., Any], dtype: torch.dtype, weights: Any, x: Tensor) -> Any:
+    return _cast(fn(_cast(weights, dtype), _cast(x, dtype)), torch.float64)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
