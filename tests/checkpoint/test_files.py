@@ -12,18 +12,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc.checkpoint import _format
+from tests.helpers.checkpoints import FORMAT_DTYPES, every_dtype, same
 from tests.helpers.ranks import mesh_of
-from tests.helpers.zoo import tensor
-
-DTYPES = [getattr(torch, name) for name in _format.CODES]
-
-
-def every_dtype(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    return {str(dtype): tensor(shape, torch.float32, i).abs().to(dtype) for i, dtype in enumerate(DTYPES)}
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tolist() == b.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +22,7 @@ def mesh() -> hp.Mesh:
 
 
 def test_sizes_of_elements() -> None:
-    assert [_format.ITEM_BYTES[name] for name in _format.CODES] == [dtype.itemsize for dtype in DTYPES]
+    assert [_format.ITEM_BYTES[name] for name in _format.CODES] == [dtype.itemsize for dtype in FORMAT_DTYPES]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (5, 0), (3, 2)])

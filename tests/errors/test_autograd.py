@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
+from tests.helpers.refusals import check_texts, mesh, params, texts_of
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ from tests.errors import (
     test_steps,
     test_values,
 )
-from tests.errors.judge import GOLDEN
+from tests.helpers.refusals import GOLDEN
 
 WARNINGS = {"nothing_can_be_hidden", "one_unit_holds_most_of_the_weights", "the_whole_model_is_one_unit"}
 FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, texts_of
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.ranks import mesh_of
+from tests.helpers.refusals import check_texts, mesh, texts_of
 
 P = hp.P
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.ranks import outcome
+from tests.helpers.refusals import check_texts, mesh, params, texts_of
 
 
 def square(p: Any) -> Any:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, texts_of
+from tests.helpers.refusals import check_texts, mesh, texts_of
 from tests.nn.zoo import Case, Convolutional, Stack, Tied
 
 X = torch.ones(2, 6)

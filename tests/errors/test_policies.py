@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
-from tests.errors.test_steps import linear, total_loss, x
 from tests.helpers import frameworks as ops
+from tests.helpers.refusals import check_texts, linear, mesh, params, texts_of, total_loss, x
 
 loss = total_loss(linear)
 

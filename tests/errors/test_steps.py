@@ -10,30 +10,10 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.helpers import frameworks as ops
+from tests.helpers.refusals import check_texts, linear, mesh, params, texts_of, total_loss, x
 
 Tensor = torch.Tensor
-
-
-def linear(p: Any, x: Tensor) -> Tensor:
-    return x @ p["w"] + p["b"]
-
-
-def total_loss(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A loss that calls `layer` as a unit, twice."""
-    call = hp.unit(layer)
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        for weights in p["layers"]:
-            x = call(weights, x)
-        return x.square().mean()
-
-    return loss
-
-
-def x() -> Tensor:
-    return ops.ones(3, 4)
 
 
 def differentiating(fun: Callable[..., Any], *args: Any, **options: Any) -> Any:

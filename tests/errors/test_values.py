@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.helpers import frameworks as ops
+from tests.helpers.refusals import check_texts, mesh, params, texts_of
 
 
 def tree() -> Any:

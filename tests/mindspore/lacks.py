@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import mesh, params
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework
 from tests.helpers.ranks import outcome
+from tests.helpers.refusals import mesh, params
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import torch
 import hpfunc as hp
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import sgd
 from tests.helpers.ranks import Pool
 from tests.museum.pieces import HSDP
 from tests.museum.steps import draw, gradient, grid, plain, size_of, whole
 from tests.planning.programs import stack, weight
-from tests.steps.test_parity import assert_close
 
 processes = pytest.mark.processes
 PROGRAM = stack(*((weight(f"w{i}", 4096, HSDP), weight(f"b{i}", 64, HSDP)) for i in range(5)))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import sgd
 from tests.helpers.ranks import Pool, outcome
 from tests.museum.steps import draw, gradient, grid, plain, size_of, whole
-from tests.steps.test_parity import assert_close
 
 pytestmark = pytest.mark.processes
 RATE = 0.1

@@ -199,7 +199,7 @@ def test_after_a_failure_in_a_checkpoint_the_module_is_as_before(pool: Pools) ->
 # --- models of transformers -------------------------------------------------------------------------------------------
 def of_transformers(rank: int, remat: bool) -> dict[str, list[float]]:
     """Returns the largest relative difference to the plain model's gradients on this rank's own data, by model."""
-    from tests.nn.test_transformers import Pretrained
+    from tests.nn.pretrained import Pretrained
 
     found: dict[str, list[float]] = {}
     mesh = mesh_of((2,), ("shard",))

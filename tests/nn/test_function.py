@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import hpfunc as hp
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import mesh_of
 from tests.nn.training import Pools
 from tests.nn.zoo import WIDTH, Block, Convolutional, Many, Outside, Stack, Tied
-from tests.values.test_init import LiveBytes
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
 IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(7))

@@ -16,10 +16,10 @@ import hpfunc as hp
 from hpfunc import optim
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import Layout, Model
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.helpers.zoo import bits
-from tests.steps.test_parity import assert_close
 
 P = hp.P
 

@@ -15,32 +15,10 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc import optim
-from hpfunc._values.array import is_sharded
 from tests.helpers.ranks import outcome
+from tests.optim.trees import SHAPES, leaves, random_tree, same_bits
 
-SHAPES = {"a": (5, 3), "layers": [{"w": (4, 4), "b": (4,)}, {"w": (2, 4), "b": ()}]}
 DTYPES = [torch.float32, torch.float64]
-
-
-def is_shape(x):
-    return isinstance(x, tuple)
-
-
-def random_tree(seed, dtype=torch.float64, shapes: Any = SHAPES) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return optree.tree_map(lambda shape: torch.randn(shape, generator=generator, dtype=dtype), shapes, is_leaf=is_shape)
-
-
-def local(tree):
-    return optree.tree_map(lambda x: x.local if is_sharded(x) else x, tree, is_leaf=is_sharded)
-
-
-def leaves(tree):
-    return [x for x in optree.tree_leaves(local(tree)) if isinstance(x, torch.Tensor)]
-
-
-def same_bits(left, right):
-    return all(torch.equal(a, b) for a, b in zip(leaves(left), leaves(right), strict=True))
 
 
 def mesh_of_one():

@@ -16,11 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hpfunc as hp
 from hpfunc.backends import get
+from tests.helpers.chain import WAYS, D, data, layers
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_execute import D, data, layers, local_leaves
-from tests.steps.test_parity import assert_same_bits
-from tests.steps.test_recompute import WAYS
 
 pytestmark = pytest.mark.processes
 LAYERS = 12  # more than `recompile_limit`, which all calls of one function share

@@ -17,11 +17,11 @@ import hpfunc as hp
 from hpfunc._running.predict import predict
 from hpfunc._transforms import plans as kept_plans
 from tests.helpers import frameworks as ops
+from tests.helpers.chain import chain, data, layer_unit, layers
 from tests.helpers.frameworks import to_torch
+from tests.helpers.leaves import assert_same_bits
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_execute import chain, data, layer_unit, layers
-from tests.steps.test_parity import assert_same_bits
 
 pytestmark = pytest.mark.processes
 WIDTH = 7  # cut into two, it is padded

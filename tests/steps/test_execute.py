@@ -20,52 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import hpfunc as hp
 from hpfunc.backends import Counters, get
 from tests.helpers import frameworks as ops
+from tests.helpers.chain import D, chain, data, layer, layer_unit, layers, step
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits, is_sharded, local_leaves
 from tests.helpers.models import Layout, Model, P
 from tests.helpers.peak_memory import peak_memory
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_parity import assert_same_bits
 
 pytestmark = pytest.mark.processes
-D = 32
-
-
-def is_sharded(x: Any) -> bool:
-    return isinstance(x, hp.ShardedArray)
-
-
-def local_leaves(tree: Any) -> list[torch.Tensor]:
-    return to_torch([leaf.local for leaf in optree.tree_leaves(tree, is_leaf=is_sharded)])
-
-
-def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ops.tanh(ops.linear(x, p["w"], p["b"]))
-
-
-def layers(count: int, width: int = D) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    tree = [
-        {"w": torch.randn(width, width, generator=generator) / 6, "b": torch.randn(width, generator=generator)}
-        for _ in range(count)
-    ]
-    return to_framework(tree)
-
-
-layer_unit = hp.unit(layer)
-
-
-def chain(params: Any, x: torch.Tensor, call: Callable[..., Any] = layer_unit) -> torch.Tensor:
-    for p in params:
-        x = call(p, x)
-    return x.square().mean()
-
-
-def step(params: Any, x: torch.Tensor) -> Any:
-    return hp.value_and_grad(chain)(params, x)
-
-
-def data(rank: int, width: int = D) -> torch.Tensor:
-    return to_framework(torch.randn(4, width, generator=torch.Generator().manual_seed(7 + rank)))
 
 
 # --- nothing is copied ----------------------------------------------------------------------------------------------

@@ -7,32 +7,30 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
 from tests.helpers import frameworks as ops
+from tests.helpers.chain import WAYS, D, again, data, layers
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import Layout, Model, P, layouts, models, policies
 from tests.helpers.ranks import Pool, mesh_of
 from tests.helpers.ranks import pool as pool_of
-from tests.steps.test_execute import D, data, layers, local_leaves
-from tests.steps.test_parity import EXAMPLES, assert_same_bits
 
 pytestmark = pytest.mark.processes
 LAYERS = 6
 Unit = Callable[..., Any]
-again: Any = partial(checkpoint, use_reentrant=False)
 
 
 # --- the same step, recomputed in many ways -------------------------------------------------------------------------
@@ -163,12 +161,6 @@ def test_recomputation_changes_no_bit_and_gathers_exactly(pool: Callable[[int], 
 
 
 # --- any model ------------------------------------------------------------------------------------------------------
-WAYS: dict[str, Callable[..., Any]] = {
-    "plain": hp.unit,
-    "remat": partial(hp.unit, remat=True),
-    "checkpoint": lambda fn: partial(again, hp.unit(fn)),
-    "checkpointed remat": lambda fn: partial(again, hp.unit(fn, remat=True)),
-}
 
 
 def model_gradients(
@@ -194,7 +186,7 @@ def model_gradients(
     return [to_torch(loss), *local_leaves(grads)], policy is None or run.followed_plan
 
 
-@settings(EXAMPLES, max_examples=12)
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])  # an example that fails costs a new pool
 @given(
     model=models(),
     layout=layouts([(2,), (3,), (2, 2)]),

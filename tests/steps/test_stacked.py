@@ -12,9 +12,8 @@ import torch
 import hpfunc as hp
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_close, assert_same_bits, is_sharded, local_leaves
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_execute import is_sharded, local_leaves
-from tests.steps.test_parity import assert_close, assert_same_bits
 
 D, L = 6, 4
 

@@ -19,9 +19,9 @@ from hpfunc._values.tree import dotted_paths
 from hpfunc.planning.ops import Launch
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits
 from tests.helpers.ranks import Pool, mesh_of
 from tests.helpers.zoo import assert_same, trees
-from tests.steps.test_parity import assert_same_bits
 
 P = hp.P
 ZOO = trees()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.errors import judge
-from tests.helpers import reference
+from tests.helpers import leaves, reference, refusals
 from tests.helpers.reference import Grid
 from tests.helpers.zoo import Box, Linear, assert_close, assert_same, bits, tensor, trees
 
@@ -61,6 +60,21 @@ def test_bits_are_compared_not_values() -> None:
 def test_other_numbers_are_not_close(got: Any, want: Any) -> None:
     with pytest.raises(AssertionError):
         assert_close(got, want, tolerance=1e-12)
+
+
+def test_other_leaves_are_neither_close_nor_of_the_same_bits() -> None:
+    right = [torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    leaves.assert_close(right, right, 0.0)
+    leaves.assert_same_bits(right, right)
+    for wrong in ([right[0] * (1 + 1e-9), right[1]], [right[0], right[1] + 1e-15]):
+        with pytest.raises(AssertionError):
+            leaves.assert_same_bits(wrong, right)
+        with pytest.raises(AssertionError):
+            leaves.assert_close(wrong, right, 1e-10)
+    with pytest.raises(AssertionError):
+        leaves.assert_same_bits([x.float() for x in right], right)
+    with pytest.raises(AssertionError):
+        leaves.assert_same_bits([-x for x in right[1:]], right[1:])  # minus zero
 
 
 def test_close_numbers_are_close() -> None:
@@ -123,13 +137,13 @@ def changes_what_it_gets(rank: int) -> Any:
 
 def test_the_judge_sees_what_is_accepted_changed_or_worded_otherwise(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("HPFUNC_UPDATE_GOLDEN", raising=False)
-    monkeypatch.setattr(judge, "GOLDEN", tmp_path)
+    monkeypatch.setattr(refusals, "GOLDEN", tmp_path)
     with pytest.raises(AssertionError, match="returned"):
-        judge.check_texts(judge.texts_of(accepted), "any")
+        refusals.check_texts(refusals.texts_of(accepted), "any")
     with pytest.raises(AssertionError, match="changed"):
-        judge.texts_of(changes_what_it_gets)
+        refusals.texts_of(changes_what_it_gets)
     (tmp_path / "any.txt").write_text("ValueError: refused\n")
-    judge.check_texts(["ValueError: refused"] * 2, "any")
+    refusals.check_texts(["ValueError: refused"] * 2, "any")
     for texts in (["ValueError: refused", "ValueError: denied"], ["ValueError: denied"] * 2):
         with pytest.raises(AssertionError, match="differs"):
-            judge.check_texts(texts, "any")
+            refusals.check_texts(texts, "any")
