@@ -44,8 +44,8 @@ def test_texts_name_our_class_and_our_function(name: str) -> None:
     text = (GOLDEN / f"{name}.txt").read_text()
     for part in re.split(r"--- rank \d+\n", text):
         if part:
-            kind, function = re.match(r"(\w+): (hpfunc(?:\.\w+)*): \S", part).groups()  # type: ignore[union-attr]
-            assert issubclass(getattr(hp, kind), (hp.HpfuncError, hp.HpfuncWarning)), kind
-            assert function
+            found = re.match(r"(\w+): hpfunc(?:\.\w+)*: \S", part)
+            assert found, part
+            assert issubclass(getattr(hp, found[1]), (hp.HpfuncError, hp.HpfuncWarning)), part
     assert all(line == line.rstrip() for line in text.splitlines()), "trailing blanks"
     assert max(map(len, text.splitlines())) < 250

@@ -143,8 +143,13 @@ class Pool:
     def _stacks(self, rank: int) -> str:
         assert self._directory is not None
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return (Path(self._directory.name) / f"stacks-{rank}").read_text()
+        file, end, found = Path(self._directory.name) / f"stacks-{rank}", time.monotonic() + 5.0, ""
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            before, found = found, file.read_text()
+            if found and found == before:  # it is written
+                break
+        return found
 
 
 _pools: dict[tuple[int, str], Pool] = {}

@@ -34,11 +34,11 @@ def train(
         _, grads = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=numerics)(params, batch)
         return grads
 
-    run = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
+    run: Any = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
     for number in range(num_steps):
         grads = run(params, to_framework(model.batch(rank, number, dtype)))
         params = sgd(params, grads)
-    followed = policy is not None and run.followed_plan  # type: ignore[union-attr]
+    followed = policy is not None and run.followed_plan
     wholes = hp.unshard(params, mesh.axis_names)
     return optree.tree_leaves(to_torch(grads)), optree.tree_leaves(to_torch(wholes)), followed
 

@@ -144,8 +144,7 @@ def test_the_adapters_of_all_ranks_are_saved(pool: Callable[[int], Pool], mesh_n
     want = adapters()
     for step in range(4):
         batches = [rows(rank, step) for rank in range(2)]
-        mean = lambda p, xs=batches: torch.stack([adapted(p, x, base(), plain) for x in xs]).mean()  # noqa: E731
-        _, *grads = gradient(mean, want)
+        _, *grads = gradient(lambda p, xs=batches: torch.stack([adapted(p, x, base(), plain) for x in xs]).mean(), want)
         pairs = iter(grads)
         want = [{name: part[name] - RATE * next(pairs) for name in ("down", "up")} for part in want]
     pool(2).run(finetuned, "two shards", str(tmp_path), False)

@@ -131,7 +131,9 @@ def sharded(rank: int, remat: bool) -> dict[str, list[dict[str, Tensor]]]:
         start = {path: x.clone() for path, x in apply.buffers.items()}
 
         def loss(params: Any, x: Tensor, apply: Any = apply) -> Tensor:
-            train = lambda x: apply.with_buffers(params, apply.buffers, x)[0]  # noqa: E731
+            def train(x: Tensor) -> Any:
+                return apply.with_buffers(params, apply.buffers, x)[0]
+
             return loss_of(train, partial(apply.eval(), params), x)
 
         differentiate = hp.grad(loss)

@@ -100,7 +100,7 @@ def adapters(model: Model) -> None:
     model.requires_grad_(False)
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.up = LowRank(block.up)  # pyright: ignore[reportAttributeAccessIssue]
+        block.up = LowRank(block.up)  # pyright: ignore[reportAttributeAccessIssue] - of another class
 
 
 FREEZES = [nothing, positions, tied_embedding, first_blocks, last_block, biases, all_but_norms, adapters]
@@ -120,7 +120,8 @@ def build(freeze: Callable[[Any], Any]) -> Model:
 
 def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * number + rank)
-    return tuple(torch.randint(0, 11, (4, 5), generator=generator) for _ in range(2))  # pyright: ignore[reportReturnType]
+    x, y = (torch.randint(0, 11, (4, 5), generator=generator) for _ in range(2))
+    return x, y
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -172,10 +172,12 @@ def run(
         return hp.apply_updates(params, updates), state, new_scale, scaling.unscale(loss, scale_state)
 
     donated = (0, 1) if donate else ()
-    step = step_fn if policy is None else hp.sharded(step_fn, mesh, policy=policy, donate_argnums=donated, debug=True)
+    step: Any = (
+        step_fn if policy is None else hp.sharded(step_fn, mesh, policy=policy, donate_argnums=donated, debug=True)
+    )
     state, scale_state = optimizer.init(params), scaling.init(scale)
     if policy is not None and not ops.is_mindspore():
-        step.lower(params, state, scale_state, MODEL.batch(rank, 0, dtype), 1.0)  # type: ignore[union-attr]
+        step.lower(params, state, scale_state, MODEL.batch(rank, 0, dtype), 1.0)
     scales, finite, planned, same = [], [], [], []
     for number in range(NUM_STEPS):
         scales.append(scale_state.loss_scale)
@@ -185,7 +187,7 @@ def run(
         params, state, scale_state, _ = step(params, state, scale_state, batch, factor)
         finite.append(state[1].is_finite)
         same.append(all(map(torch.equal, before, tensors((params, state[1].inner)))))
-        planned.append(policy is None or step.followed_plan)  # type: ignore[union-attr]
+        planned.append(policy is None or step.followed_plan)
     whole = optree.tree_leaves(to_torch(hp.unshard(params, mesh.axis_names)))
     return {"scales": scales, "finite": finite, "same": same, "planned": planned, "weights": whole}
 

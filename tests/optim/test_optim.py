@@ -106,7 +106,10 @@ def test_adamw_is_the_chain_of_its_parts():
 def test_a_mask_chooses_what_decays():
     params = random_tree(0)
     no_gradient = optree.tree_map(torch.zeros_like, params)
-    mask = lambda tree: optree.tree_map(lambda x: x.ndim > 1, tree)  # noqa: E731
+
+    def mask(tree: Any) -> Any:
+        return optree.tree_map(lambda x: x.ndim > 1, tree)
+
     for chosen in (mask, mask(params)):
         for optimizer in (optim.adamw(0.5, weight_decay=0.5, mask=chosen), optim.add_decayed_weights(-0.0, chosen)):
             updates, _ = optimizer.update(no_gradient, optimizer.init(params), params)

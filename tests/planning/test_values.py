@@ -51,9 +51,9 @@ def test_a_policy_refuses_what_is_out_of_range(fields: dict[str, Any], text: str
 
 def test_values_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        Policy().prefetch = 2  # type: ignore[misc]
+        Policy().prefetch = 2  # pyright: ignore[reportAttributeAccessIssue] - it is refused
     with pytest.raises(AttributeError):
-        Region(0, 0, 1).start = 1  # type: ignore[misc]
+        Region(0, 0, 1).start = 1  # pyright: ignore[reportAttributeAccessIssue] - it is refused
 
 
 def test_equal_programs_have_equal_fingerprints_and_plans() -> None:

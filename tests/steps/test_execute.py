@@ -26,6 +26,7 @@ from tests.helpers.leaves import assert_same_bits, is_sharded, local_leaves
 from tests.helpers.models import Layout, Model, P
 from tests.helpers.peak_memory import peak_memory
 from tests.helpers.ranks import Pool, mesh_of, outcome
+from tests.helpers.waiting import settled
 
 pytestmark = pytest.mark.processes
 
@@ -133,13 +134,16 @@ def whole_units(rank: int, policy: hp.Policy) -> list[int]:
     live: dict[StorageWeakRef, int] = {}
     counts: list[int] = []
     empty = backend.empty
+    most = policy.prefetch + 1 if policy.release == "forward" else len(sizes)
+
+    def num_live() -> int:
+        return len({n for ref, n in live.items() if not ref.expired()})
 
     def watch(shape: Any, dtype: str, device: str, *, zero: bool = False) -> Any:
         out = empty(shape, dtype, device, zero=zero)
         if dtype == "float32" and out.numel() in [n * n for n in sizes]:
             live[StorageWeakRef(out.untyped_storage())] = out.numel()
-            time.sleep(0.005)  # a thread of gloo holds the tensors of a finished work for up to 2 ms
-            counts.append(len({n for ref, n in live.items() if not ref.expired()}))
+            counts.append(settled(num_live, lambda number: number <= most))
         return out
 
     backend.empty = watch
@@ -499,8 +503,7 @@ def kept_by_past_steps(rank: int, planned: bool) -> list[str]:
             refs += [("gradient", StorageWeakRef(x.untyped_storage())) for x in local_leaves(grads)]
             refs.append(("loss", StorageWeakRef(loss.untyped_storage())))
             del loss, grads
-        time.sleep(0.01)
-        return [name for name, ref in refs if not ref.expired()]
+        return settled(lambda: [name for name, ref in refs if not ref.expired()], lambda names: not names)
     finally:
         gc.enable()
 
@@ -516,6 +519,15 @@ def objects_of_steps() -> Counter[str]:
     return Counter({name: names[name] for name in ("Session", "Run", "Use", "Planned", "TorchTape", "MindSporeTape")})
 
 
+def more_than(before: Counter[str]) -> dict[str, int]:
+    """Returns how many more objects of steps there are than before."""
+
+    def more() -> dict[str, int]:
+        return {name: number - before[name] for name, number in objects_of_steps().items()}
+
+    return settled(more, lambda found: max(found.values()) <= 0)
+
+
 def objects_of_past_steps(rank: int) -> dict[str, int]:
     """Returns how many more there are than before: a step of another test that failed may have left some."""
     before = objects_of_steps()
@@ -524,9 +536,7 @@ def objects_of_past_steps(rank: int) -> dict[str, int]:
     run = hp.sharded(step, mesh)
     for _ in range(5):
         run(params, data(rank))
-    time.sleep(0.01)  # a thread of gloo may still hold the last work
-    after = objects_of_steps()
-    return {name: after[name] - before[name] for name in after}
+    return more_than(before)
 
 
 def test_the_objects_of_a_step_die_with_it(pool: Callable[[int], Pool]) -> None:
@@ -562,9 +572,7 @@ def failed_steps(rank: int, planned: bool, place: str) -> dict[str, int]:
         outcome(run, params, data(rank))
     fails[0] = False
     run(params, data(rank))
-    time.sleep(0.01)
-    after = objects_of_steps()
-    return {name: after[name] - before[name] for name in after}
+    return more_than(before)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -197,7 +197,7 @@ def quietly(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hp.HpfuncWarning)
+        warnings.simplefilter("ignore", hp.HpfuncWarning)  # the whole model is one unit
         return fn(rank, *args)
 
 

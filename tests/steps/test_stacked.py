@@ -20,7 +20,10 @@ D, L = 6, 4
 
 def weights() -> Any:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 3  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / 3
+
     tree = {"layers": {"w": draw(L, D, D), "b": draw(L, D), "pair": draw(L, 2, D)}, "head": draw(D)}
     return to_framework(tree)
 

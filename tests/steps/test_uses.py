@@ -21,7 +21,10 @@ D = 5
 
 def weights() -> Any:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 2  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / 2
+
     tree = {"shared": draw(D, D), "often": {"w": draw(D, D), "b": draw(D)}, "unused": draw(D), "scale": draw()}
     return to_framework(tree)
 
@@ -85,11 +88,13 @@ def input_gradients(rank: int, how: str, planned: bool) -> torch.Tensor:
     """The gradient of what the units get beside their weights, which nobody else differentiates."""
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     params = hp.shard(weights(), mesh, hp.P("shard"))
-    step: Any = lambda p, x: DERIVATIVES[how](lambda x: loss(p, x))(x)  # noqa: E731
-    if planned:
-        step = hp.sharded(step, mesh, debug=True)
+
+    def step(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return DERIVATIVES[how](lambda x: loss(p, x))(x)
+
+    run = hp.sharded(step, mesh, debug=True) if planned else step
     for _ in range(2):
-        found = step(params, data(rank))
+        found = run(params, data(rank))
     return to_torch(found)
 
 

@@ -25,11 +25,14 @@ IMMUTABLE = "an array is immutable, and was written into"
 square = hp.unit(lambda p: (p["w"] ** 2).sum(), name="square")
 
 
+SHARD = hp.P("shard")
+
+
 def world_of_one() -> hp.Mesh:
     return hp.make_mesh((1,), ("shard",))
 
 
-def made(*shape: int, spec: hp.P = hp.P("shard")) -> hp.ShardedArray:  # noqa: B008 - a value
+def made(*shape: int, spec: hp.P = SHARD) -> hp.ShardedArray:
     count = torch.Size(shape).numel()
     return hp.shard(torch.arange(float(count)).reshape(shape), world_of_one(), spec)
 
@@ -228,7 +231,7 @@ def used(array: hp.ShardedArray) -> hp.ShardedArray:
 def test_a_write_is_noticed_on_use(write: str, use: str, tmp_path: Path) -> None:
     params = {"w": made(4, 3), "b": made(2)}
     call = uses(params["w"].mesh, tmp_path)[use]
-    params["b"].local  # noqa: B018 - to read is no write
+    _ = params["b"].local  # to read it is not to write it
     WRITES[write](params["w"].local)
     with pytest.raises(hp.UsageError, match=IMMUTABLE) as caught:
         call(params)
