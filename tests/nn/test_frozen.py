@@ -242,7 +242,7 @@ def test_pure_steps_train_what_torch_trains(pool: Pools, freeze: Any, how: str) 
 
 @pytest.mark.parametrize("freeze", [first_blocks, biases, adapters])
 @pytest.mark.parametrize("how", ["scatter", "local"])
-def test_accumulated_gradients_too(pool: Pools, freeze: Any, how: str) -> None:
+def test_accumulated_gradients_train_what_torch_trains(pool: Pools, freeze: Any, how: str) -> None:
     compare(pool(2).run(pure, freeze, "adamw", how, ((2,), ("shard",)), {}), freeze, "adamw")
 
 
@@ -254,7 +254,7 @@ def test_every_optimizer_leaves_frozen_weights_alone(pool: Pools, freeze: Any, n
 
 @pytest.mark.parametrize("freeze", [first_blocks, all_but_norms, adapters])
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"units": nn.Linear}], ids=str)
-def test_replicas_and_other_units(pool: Pools, freeze: Any, options: Any) -> None:
+def test_replicas_and_other_units_train_what_torch_trains(pool: Pools, freeze: Any, options: Any) -> None:
     layout = ((2, 2), ("replicate", "shard"))
     compare(pool(4).run(pure, freeze, "sgd, clipped", "donated", layout, options), freeze, "sgd, clipped")
 
@@ -414,7 +414,7 @@ def changed_afterwards(rank: int) -> Any:
     return sorted(path for path, x in arrays.items() if x.is_frozen)
 
 
-def test_requires_grad_after_from_module() -> None:
+def test_requires_grad_counts_when_it_is_set_after_from_module() -> None:
     assert pool(2).run(changed_afterwards) == [["embed.weight", "order"]] * 2
 
 

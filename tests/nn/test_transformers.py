@@ -90,7 +90,7 @@ def test_what_the_models_freeze_by_themselves_stays(pool: Pools) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_generate(name: str) -> None:
+def test_generation_gives_the_tokens_of_the_model(name: str) -> None:
     mesh, module = hp.make_mesh((1,), ("shard",)), Pretrained(name).module().eval()
     apply, params = hp.from_module(module)
     (ids,) = [x for key, x in Pretrained(name).call(0, 0)[1].items() if key == "input_ids"]

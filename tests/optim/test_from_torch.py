@@ -255,7 +255,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(name):
+def test_what_is_refused_is_said(name):
     call, text = ERRORS[name]
     with pytest.raises(hp.HpfuncError, match=text):
         call()

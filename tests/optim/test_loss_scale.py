@@ -92,7 +92,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(name: str) -> None:
+def test_what_is_refused_is_said(name: str) -> None:
     call, expected = ERRORS[name]
     kind, function, rule = outcome(call).split(": ", 2)
     assert issubclass(getattr(hp, kind), hp.HpfuncError)

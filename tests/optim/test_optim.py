@@ -232,8 +232,11 @@ def test_a_step_lowers_without_values(name):
     optimizer, mesh = OPTIMIZERS[name](), mesh_of_one()
     params, grads = (hp.shard(random_tree(seed), mesh, hp.P("shard")) for seed in (0, 1))
     state = optimizer.init(params)
-    make_step(optimizer, donate_argnums=(0, 1)).lower(params, state, grads)
+    step = make_step(optimizer, donate_argnums=(0, 1))
+    lowered = step.lower(params, state, grads)
     assert same_bits(params, random_tree(0))
+    step(params, state, grads)
+    assert lowered.program.fingerprint == step.last_schedule.program.fingerprint
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -303,7 +306,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(name):
+def test_what_is_refused_is_said(name):
     call, expected = ERRORS[name]
     got = outcome(call)
     assert got == expected if name != "mask" else got.startswith(expected)

@@ -234,14 +234,19 @@ def test_ordered_sums_send_no_more_than_native_ones() -> None:
     assert sum(native.values()) == sum(ordered.values())
 
 
-def test_the_policy_changes_no_delivered_bit_of_meaning() -> None:
-    """Each policy delivers the same weights, and sends the same bytes but for repeated gathers."""
-    program = three_units(HSDP)
+def test_every_policy_delivers_each_gradient_once_and_sends_the_same_bytes_but_for_repeated_gathers() -> None:
+    sent: dict[int, set[tuple[int, ...]]] = {}
     for prefetch in (0, 1, 3):
         for pack in (0, 4096, math.inf):
-            schedule = plan(program, Policy(prefetch=prefetch, pack_below_bytes=pack))
-            check(schedule)
+            schedule = plan(three_units(HSDP), Policy(prefetch=prefetch, pack_below_bytes=pack))
+            report = check(schedule)
             assert sorted(op.weight for op in schedule.ops if isinstance(op, Deliver)) == list(range(6))
+            kinds = ("all_gather", "reduce_scatter", "all_reduce")
+            sent.setdefault(prefetch, set()).add(tuple(report.sent_bytes[kind] for kind in kinds))
+    assert [len(each) for each in sent.values()] == [1, 1, 1]
+    (most, *reduced), (some, *others), (once, *rest) = (each.pop() for each in sent.values())
+    assert most > some > once
+    assert reduced == others == rest
 
 
 def calls_of_planning(num_units: int) -> int:

@@ -181,7 +181,6 @@ def made(rank: int, maker: Callable[..., Any], update: str, mode: str, planned: 
     return whole(params)
 
 
-@pytest.mark.filterwarnings("ignore:hpfunc.sharded. the whole model is one unit:hpfunc.HpfuncWarning")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("maker", MAKERS)

@@ -83,7 +83,7 @@ def array(*spec: str | None) -> hp.ShardedArray:
     return hp.shard(torch.arange(24.0).reshape(3, 4, 2), mesh, hp.P(*spec or (None, "shard")))
 
 
-def test_rows_of_an_array() -> None:
+def test_rows_of_an_array_share_its_memory() -> None:
     stacked = array()
     assert [row.shape for row in stacked] == [(4, 2)] * 3
     assert stacked[-1].spec == hp.P("shard")
