@@ -12,7 +12,7 @@ import hpfunc as hp
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.ranks import mesh_of
-from tests.helpers.refusals import check_texts, mesh, texts_of
+from tests.helpers.refusals import cases_among, check_texts, mesh, texts_of
 
 P = hp.P
 
@@ -135,15 +135,10 @@ def a_gradient_of_plain_tensors_with_weights_of_another_mesh(rank: int) -> Any:
     return call, kept
 
 
-HELPERS = ("nameless", "weights_on", "square", "differentiate", "of_two_meshes", "total")
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in HELPERS
-}
+CASES = cases_among(globals())
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)
 

@@ -11,7 +11,7 @@ import hpfunc as hp
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.ranks import outcome
-from tests.helpers.refusals import check_texts, mesh, params, texts_of
+from tests.helpers.refusals import cases_among, check_texts, mesh, params, texts_of
 
 
 def square(p: Any) -> Any:
@@ -69,15 +69,10 @@ def a_loss_of_what_is_not_differentiated(rank: int) -> Any:
     return lambda: hp.value_and_grad(lambda p, q: total(q))(kept, other), (kept, other)
 
 
-HELPERS = ("square", "differentiating", "total", "constant")
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in HELPERS
-}
+CASES = cases_among(globals())
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)
 

@@ -9,7 +9,7 @@ import torch
 
 import hpfunc as hp
 from tests.helpers import frameworks as ops
-from tests.helpers.refusals import check_texts, linear, mesh, params, texts_of, total_loss, x
+from tests.helpers.refusals import cases_among, check_texts, linear, mesh, params, texts_of, total_loss, x
 
 loss = total_loss(linear)
 
@@ -96,11 +96,7 @@ def a_batch_that_does_not_divide(rank: int) -> Any:
     return lambda: hp.accumulate(hp.value_and_grad(loss), 2)(kept, x()), kept
 
 
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in ("descend", "stepping")
-}
+CASES = cases_among(globals())
 
 
 def test_python_names_an_unknown_field() -> None:
@@ -108,6 +104,6 @@ def test_python_names_an_unknown_field() -> None:
         hp.Policy.zero2(prefetsch=2)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)

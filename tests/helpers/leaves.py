@@ -7,13 +7,9 @@ from typing import Any
 import optree
 import torch
 
-import hpfunc as hp
+from hpfunc._values.array import is_sharded
 from tests.helpers.frameworks import to_torch
 from tests.helpers.zoo import bits
-
-
-def is_sharded(x: Any) -> bool:
-    return isinstance(x, hp.ShardedArray)
 
 
 def local_leaves(tree: Any) -> list[torch.Tensor]:

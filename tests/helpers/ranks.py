@@ -242,6 +242,13 @@ def mesh_of(
     return hp.make_mesh(shape, names, data_axes, timeout_s=timeout_s)
 
 
+def mesh_of_one() -> Any:
+    """Returns the mesh of a process that is alone, such as that of the tests themselves; another object each time."""
+    import hpfunc as hp
+
+    return hp.make_mesh((1,), ("shard",))
+
+
 def outcome(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Returns ``"SpecError: text"`` for what `fn` raises, ``"returned"`` if it raises nothing."""
     try:

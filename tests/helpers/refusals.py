@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def total_loss(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def x() -> torch.Tensor:
     return ops.ones(3, 4)
+
+
+def cases_among(names: dict[str, Any]) -> dict[str, Case]:
+    """Returns the cases that a module has so far: of its functions those whose one argument is the rank."""
+    functions = {
+        name: fn for name, fn in names.items() if inspect.isfunction(fn) and fn.__module__ == names["__name__"]
+    }
+    return {name: fn for name, fn in functions.items() if list(inspect.signature(fn).parameters) == ["rank"]}
 
 
 def judge(rank: int, case: Case, n: int) -> str:

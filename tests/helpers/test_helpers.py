@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import leaves, reference, refusals
+from tests.helpers import leaves, reference, refusals, waiting
 from tests.helpers.reference import Grid
+from tests.helpers.waiting import settled
 from tests.helpers.zoo import Box, Linear, assert_close, assert_same, bits, tensor, trees
 
 
@@ -88,6 +89,14 @@ def test_tensors_of_the_zoo_are_small_integers() -> None:
     assert (x == x.round()).all()
     assert x.abs().max() <= 8
     assert not torch.equal(x, tensor((1000,), torch.bfloat16, seed=1))
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+def test_what_settles_is_waited_for_and_the_rest_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    falling = iter([3, 2, 1, 0])
+    assert settled(lambda: next(falling), lambda number: number <= 1) == 1
+    monkeypatch.setattr(waiting, "DEADLINE_S", 0.0)
+    assert settled(lambda: 2, lambda number: number <= 1) == 2
 
 
 # --- the reference --------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import optree
 import torch
 
 import hpfunc as hp
-from tests.helpers.leaves import assert_close, is_sharded
+from hpfunc._values.array import is_sharded
+from tests.helpers.leaves import assert_close
 from tests.helpers.ranks import mesh_of, outcome
 
 WAYS = ("eager", "recorded", "planned", "planned again", "planned, with debug")

@@ -234,15 +234,12 @@ def compare(found: Any, freeze: Any, name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("freeze", FREEZES)
-@pytest.mark.parametrize("how", ["eager", "planned", "donated"])
+@pytest.mark.parametrize(
+    ("freeze", "how"),
+    [(freeze, how) for how in ("eager", "planned", "donated") for freeze in FREEZES]
+    + [(freeze, how) for how in ("scatter", "local") for freeze in (first_blocks, biases, adapters)],
+)
 def test_pure_steps_train_what_torch_trains(pool: Pools, freeze: Any, how: str) -> None:
-    compare(pool(2).run(pure, freeze, "adamw", how, ((2,), ("shard",)), {}), freeze, "adamw")
-
-
-@pytest.mark.parametrize("freeze", [first_blocks, biases, adapters])
-@pytest.mark.parametrize("how", ["scatter", "local"])
-def test_accumulated_gradients_train_what_torch_trains(pool: Pools, freeze: Any, how: str) -> None:
     compare(pool(2).run(pure, freeze, "adamw", how, ((2,), ("shard",)), {}), freeze, "adamw")
 
 

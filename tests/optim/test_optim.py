@@ -15,14 +15,10 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc import optim
-from tests.helpers.ranks import outcome
+from tests.helpers.ranks import mesh_of_one, outcome
 from tests.optim.trees import SHAPES, leaves, random_tree, same_bits
 
 DTYPES = [torch.float32, torch.float64]
-
-
-def mesh_of_one():
-    return hp.make_mesh((1,), ("shard",))
 
 
 def train(optimizer, params, dtype, num_steps=12):

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
 from hpfunc.backends import Counters, get
 from tests.helpers import frameworks as ops
 from tests.helpers.chain import D, chain, data, layer, layer_unit, layers, step
 from tests.helpers.frameworks import to_framework, to_torch
-from tests.helpers.leaves import assert_same_bits, is_sharded, local_leaves
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import Layout, Model, P
 from tests.helpers.peak_memory import peak_memory
 from tests.helpers.ranks import Pool, mesh_of, outcome

@@ -249,10 +249,6 @@ def descend(optimizer: optim.Optimizer, params: Any, grads: Any) -> Any:
     return params
 
 
-def is_array(x: Any) -> bool:
-    return isinstance(x, hp.ShardedArray)
-
-
 @st.composite
 def trees(draw: Any) -> tuple[Grid, tuple[Small, ...]]:
     grid = draw(st.sampled_from(GRIDS))

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
-from tests.helpers.leaves import assert_close, assert_same_bits, is_sharded, local_leaves
+from tests.helpers.leaves import assert_close, assert_same_bits, local_leaves
 from tests.helpers.ranks import Pool, mesh_of, outcome
 
 D, L = 6, 4

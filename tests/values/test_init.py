@@ -11,13 +11,10 @@ import torch
 from torch import nn
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import mesh_of, outcome
 from tests.helpers.zoo import Linear, assert_same
-
-
-def is_sharded(value: Any) -> bool:
-    return isinstance(value, hp.ShardedArray)
 
 
 # --- what users write -----------------------------------------------------------------------------------------------
