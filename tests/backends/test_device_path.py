@@ -16,10 +16,10 @@ from hpfunc.backends.torch import backend as _torch
 from hpfunc.backends.torch import collectives as _torch_collectives
 from hpfunc.backends.torch import streams as _torch_streams
 from hpfunc.planning.ops import Compute
+from tests.helpers.chain import data, layers, step
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_execute import data, layers, local_leaves, step
-from tests.steps.test_parity import assert_same_bits
 
 pytestmark = pytest.mark.processes
 

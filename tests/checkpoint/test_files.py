@@ -12,18 +12,8 @@ import torch
 
 import hpfunc as hp
 from hpfunc.checkpoint import _format
+from tests.helpers.checkpoints import FORMAT_DTYPES, every_dtype, same
 from tests.helpers.ranks import mesh_of
-from tests.helpers.zoo import tensor
-
-DTYPES = [getattr(torch, name) for name in _format.CODES]
-
-
-def every_dtype(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    return {str(dtype): tensor(shape, torch.float32, i).abs().to(dtype) for i, dtype in enumerate(DTYPES)}
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tolist() == b.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +21,8 @@ def mesh() -> hp.Mesh:
     return hp.make_mesh((1,), ("shard",))
 
 
-def test_sizes_of_elements() -> None:
-    assert [_format.ITEM_BYTES[name] for name in _format.CODES] == [dtype.itemsize for dtype in DTYPES]
+def test_elements_have_the_sizes_of_torch() -> None:
+    assert [_format.ITEM_BYTES[name] for name in _format.CODES] == [dtype.itemsize for dtype in FORMAT_DTYPES]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (5, 0), (3, 2)])
@@ -87,7 +77,7 @@ def test_whole_models_are_exported_and_imported_on_other_ranks(pool: Any, tmp_pa
             assert [row for rank in ranks for row in rank[place]] == tree[name].tolist()
 
 
-def test_names_that_do_not_fit(mesh: hp.Mesh, tmp_path: Path) -> None:
+def test_names_that_do_not_fit_are_refused(mesh: hp.Mesh, tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "m.safetensors")
     like = hp.shard({"a": torch.zeros(3), "c": torch.zeros(1)}, mesh, hp.P("shard"))
     with pytest.raises(hp.CheckpointError) as caught:
@@ -108,7 +98,7 @@ def test_names_that_do_not_fit(mesh: hp.Mesh, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 7, 20, -1])
-def test_a_file_that_is_cut(mesh: hp.Mesh, tmp_path: Path, size: int) -> None:
+def test_a_file_that_is_cut_is_refused(mesh: hp.Mesh, tmp_path: Path, size: int) -> None:
     file = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.ones(2)}, file)
     file.write_bytes(file.read_bytes()[:size])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +11,11 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc.checkpoint import _read
-from tests.helpers.frameworks import to_framework, to_torch
-from tests.helpers.ranks import mesh_of
-from tests.helpers.reference import Axes, Grid, part
-from tests.helpers.strategies import entries, grids, shapes, spec
-from tests.helpers.zoo import DTYPES, tensor
+from tests.helpers.checkpoints import HSDP, Cuts, layouts, mesh_for, there_and_back
+from tests.helpers.reference import Grid, part
+from tests.helpers.strategies import spec
 
 FSDP3 = Grid((3,), ("shard",), ("shard",))
-HSDP = Grid((2, 2), ("replicate", "shard"), ("replicate", "shard"))
-Cuts = tuple[Axes, ...]
-
-
-def mesh_for(grid: Grid) -> hp.Mesh:
-    return mesh_of(grid.sizes, grid.names, grid.data_axes)
-
-
-def whole_tree(shape: tuple[int, ...], seed: int) -> dict[str, Any]:
-    return {str(dtype): tensor(shape, dtype, seed + i) for i, dtype in enumerate([*DTYPES, torch.float16])}
-
-
-def save(rank: int, path: str, grid: Grid, cuts: Cuts, shape: tuple[int, ...], asynchronous: bool) -> None:
-    mesh = mesh_for(grid)
-    whole, plain = to_framework([whole_tree(shape, 5), torch.arange(3)])
-    tree = {"a": hp.shard(whole, mesh, spec(cuts)), "b": plain, "c": 0.1, "d": [True, "x"]}
-    saving = hp.checkpoint.save(path, tree, asynchronous=asynchronous)
-    for array in tree["a"].values():
-        to_torch(array.local).zero_()  # an asynchronous save has its own copy
-    saving.wait()
-
-
-def load(rank: int, path: str, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -> Any:
-    mesh = mesh_for(grid)
-    zeros = {name: torch.zeros_like(x) for name, x in whole_tree(shape, 5).items()}
-    zeros, plain = to_framework([zeros, torch.zeros(3, dtype=torch.int64)])
-    like = {"a": hp.shard(zeros, mesh, spec(cuts)), "b": plain, "c": 0.0, "d": [False, ""]}
-    tree = hp.checkpoint.load(path, like=like)
-    assert all(not to_torch(array.local).any() for array in like["a"].values())
-    assert all(array.spec == spec(cuts) for array in tree["a"].values())
-    return {name: to_torch(array.local) for name, array in tree["a"].items()}, to_torch(tree["b"]), tree["c"], tree["d"]
-
-
-@st.composite
-def layouts(draw: Any, min_ranks: int = 1) -> tuple[Grid, Cuts, Grid, Cuts, tuple[int, ...]]:
-    shape = draw(shapes())
-    grid, other = draw(grids(4, min_ranks)), draw(grids(4, min_ranks))
-    return grid, draw(entries(grid, len(shape))), other, draw(entries(other, len(shape))), shape
 
 
 @settings(phases=[Phase.explicit, Phase.generate], deadline=None, max_examples=10)
@@ -65,19 +24,6 @@ def layouts(draw: Any, min_ranks: int = 1) -> tuple[Grid, Cuts, Grid, Cuts, tupl
 @example((HSDP, (("shard", "replicate"),), FSDP3, (("shard",),), (2,)), True)  # empty parts on both sides
 def test_any_layout_comes_back_in_any_other(pool: Any, layout: tuple[Any, ...], asynchronous: bool) -> None:
     there_and_back(pool, layout, asynchronous, "torch", "torch")
-
-
-def there_and_back(pool: Any, layout: tuple[Any, ...], asynchronous: bool, saves: str, loads: str) -> None:
-    """Fails unless what one framework saves comes back in the other, every bit of it."""
-    grid, cuts, other, other_cuts, shape = layout
-    with tempfile.TemporaryDirectory() as path:
-        pool(grid.num_ranks, saves).run(save, path, grid, cuts, shape, asynchronous)
-        ranks = pool(other.num_ranks, loads).run(load, path, other, other_cuts, shape)
-    for rank, (arrays, plain, number, values) in enumerate(ranks):
-        for name, whole in whole_tree(shape, 5).items():
-            assert torch.equal(arrays[name], whole[part(shape, other_cuts, other, rank)])
-        assert torch.equal(plain, torch.arange(3))
-        assert (number, values) == (0.1, [True, "x"])
 
 
 def read_part(rank: int, path: str, grid: Grid, cuts: Cuts) -> tuple[int, bool]:

@@ -15,17 +15,9 @@ import torch
 
 import hpfunc as hp
 from hpfunc import backends
-from hpfunc.checkpoint import PerRank, _save
-from tests.helpers import frameworks as ops
-from tests.helpers.frameworks import to_framework, to_torch
+from hpfunc.checkpoint import _save
+from tests.helpers.checkpoints import Training, params_of, resume, train_and_save
 from tests.helpers.ranks import mesh_of, outcome
-
-
-def params_of(mesh: hp.Mesh, seed: int = 0, shape: tuple[int, int] = (7, 5)) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    w = torch.randn(shape, generator=generator, dtype=torch.float64)
-    tree = {"w": w, "b": torch.ones(shape[1], dtype=torch.float64)}
-    return hp.shard(to_framework(tree), mesh, hp.P("shard"))
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -228,64 +220,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_all(pool: Any, tmp_path: Pa
 
 
 # --- training -------------------------------------------------------------------------------------------------------
-class Training:
-    """A small model, its optimizer, its random numbers and its data."""
-
-    def __init__(self, mesh: hp.Mesh, seed: int) -> None:
-        self.optimizer = hp.optim.adamw(0.1)
-        unit = hp.unit(lambda layer, x: ops.tanh(ops.matmul(x, layer["w"]) + layer["b"]))
-        self.generator = torch.Generator().manual_seed(seed)
-        params = [params_of(mesh, seed + layer, (7, 7)) for layer in range(3)]
-        self.state = {"params": params, "opt": self.optimizer.init(params), "position": 0}
-
-        def step_fn(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
-            def loss_fn(params: Any) -> torch.Tensor:
-                h = x
-                for layer in params:
-                    h = unit(layer, h)
-                return h.square().mean()
-
-            loss, grads = hp.value_and_grad(loss_fn)(params)
-            updates, opt_state = self.optimizer.update(grads, opt_state, params)
-            return hp.apply_updates(params, updates), opt_state, hp.pmean(loss, mesh.data_axes)
-
-        self.step = hp.sharded(step_fn, mesh, donate_argnums=(0, 1))
-        self.mesh = mesh
-
-    def run(self, num_steps: int) -> list[float]:
-        losses = []
-        for _ in range(num_steps):
-            position = self.state["position"]
-            batches = torch.randn(12, 7, generator=torch.Generator().manual_seed(position), dtype=torch.float64)
-            x = batches.chunk(self.mesh.size)[self.mesh.axis_index(self.mesh.axis_names)]
-            params, opt, loss = self.step(self.state["params"], self.state["opt"], to_framework(x))
-            self.state = {"params": params, "opt": opt, "position": position + 1}
-            losses.append(to_torch(loss).item())
-        return losses
-
-    def tree(self) -> dict[str, Any]:
-        return self.state | {"random": PerRank(to_framework(self.generator.get_state()))}
-
-
-def train_and_save(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    training = Training(mesh_of(shape, names), 0)
-    training.run(3)
-    torch.rand(rank + 1, generator=training.generator)
-    saving = hp.checkpoint.save(path, training.tree(), asynchronous=True)
-    losses = training.run(3)  # goes on while the thread writes, and donates what is saved
-    saving.wait()
-    return losses, torch.rand(1, generator=training.generator), to_torch(hp.unshard(training.state["params"]))
-
-
-def resume(rank: int, path: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    training = Training(mesh_of(shape, names), 1)
-    fresh = training.tree()
-    allow = ["misfit"] if len(shape) == 1 and shape != (4,) else []
-    loaded = hp.checkpoint.load(path, fresh, allow=allow)
-    training.generator.set_state(to_torch(loaded.pop("random").value))
-    training.state = loaded
-    assert loaded["opt"].step == 3
-    return training.run(3), torch.rand(1, generator=training.generator), to_torch(hp.unshard(training.state["params"]))
 
 
 HSDP = ((2, 2), ("replicate", "shard"))

@@ -136,7 +136,7 @@ def test_leaves_that_cannot_be_saved_are_all_named(mesh: hp.Mesh, tmp_path: Path
         ({"step": 4}, hp.CheckpointError, "step 4 is in .* already"),
     ],
 )
-def test_bad_arguments_of_save(mesh: hp.Mesh, tmp_path: Path, kwargs: Any, error: Any, match: str) -> None:
+def test_bad_arguments_of_save_are_refused(mesh: hp.Mesh, tmp_path: Path, kwargs: Any, error: Any, match: str) -> None:
     hp.checkpoint.save(tmp_path, {"n": 1}, step=4, mesh=mesh)
     with pytest.raises(error, match=match):
         hp.checkpoint.save(tmp_path, {"n": 2}, mesh=mesh, **kwargs)
@@ -144,7 +144,7 @@ def test_bad_arguments_of_save(mesh: hp.Mesh, tmp_path: Path, kwargs: Any, error
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_checkpoint_that_is_not_there(mesh: hp.Mesh, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused(mesh: hp.Mesh, tmp_path: Path) -> None:
     with pytest.raises(hp.CheckpointError, match="no complete checkpoint"):
         hp.checkpoint.load(tmp_path / "none", {"n": 0}, mesh=mesh)
     hp.checkpoint.save(tmp_path, {"n": 1}, step=4, mesh=mesh)

@@ -19,6 +19,7 @@ METHODS_OF_FSDP2 = sorted(set(re.findall(r"`(set_[a-z_]+)`", TEXT.partition("## 
 def test_a_name_of_ours_exists(name):
     value = hp
     for part in name.split("."):
+        assert hasattr(value, part), f"hpfunc has no {name}"
         value = getattr(value, part)
 
 

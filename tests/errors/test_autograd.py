@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
+from tests.helpers.refusals import cases_among, check_texts, mesh, params, texts_of
 
 Tensor = torch.Tensor
 
@@ -118,11 +118,7 @@ def a_checkpointed_unit_that_the_loss_differentiates(rank: int) -> Any:
     return _differentiating(loss, _differentiable())
 
 
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and not name.startswith("_")
-}
+CASES = cases_among(globals())
 
 
 @pytest.mark.parametrize("name", CASES)

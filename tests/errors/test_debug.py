@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, texts_of
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_parity import assert_same_bits
+from tests.helpers.refusals import check_texts, texts_of
 
 Tensor = torch.Tensor
 WIDTH, LAYERS = 8, 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def failing(rank: int, kind: str, place: str) -> Any:
         with hp.use_mesh(mesh()):
             return step_fn(*args)
 
-    step: Callable[..., Any] = eagerly if kind == "eager" else hp.sharded(step_fn, mesh())
+    step: Any = eagerly if kind == "eager" else hp.sharded(step_fn, mesh())
     reference = hp.unshard(eagerly(params, x)[1])
     for _ in range(2 if kind == "planned" else 0):
         step(params, x)
@@ -91,7 +90,7 @@ def failing(rank: int, kind: str, place: str) -> Any:
     after = [float(loss) for loss, _ in steps]
     for _, grads in steps:
         assert_same(hp.unshard(grads), reference)
-    assert kind == "eager" or step.followed_plan  # type: ignore[attr-defined]
+    assert kind == "eager" or step.followed_plan
     return text, elapsed_s, after
 
 
@@ -105,7 +104,7 @@ def test_an_exception_on_one_rank_ends_the_step_on_all(pool: Any, kind: str, pla
     results = pool(NUM_RANKS).run(failing, kind, place)
     assert results[FAULTY][0] == f"KeyError: 'no such token, at {place}'"
     for rank, (text, elapsed_s, after) in enumerate(results):
-        assert elapsed_s < PROMPT_S
+        assert elapsed_s < PROMPT_S  # a promise: nobody waits for the timeout
         assert after == results[0][2]
         if rank != FAULTY:
             assert text.startswith(("PeerError", "AgreementError")), text
@@ -242,7 +241,9 @@ def test_a_rank_that_dies_is_named_by_its_peers(ended: dict[str, tuple[Path, lis
     assert codes == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
         elapsed_s, text = (directory / f"said-{rank}").read_text().split("\n", 1)
-        assert float(elapsed_s) < 30.0
+        assert (
+            float(elapsed_s) < 30.0
+        )  # a promise: the timeout of the mesh, 4 s, ends the wait, also on a loaded machine
         assert "rank 1: no answer" in text, text
         assert "hpfunc: " in text
         assert "waits for" in text, text

@@ -17,7 +17,7 @@ from tests.errors import (
     test_steps,
     test_values,
 )
-from tests.errors.judge import GOLDEN
+from tests.helpers.refusals import GOLDEN
 
 WARNINGS = {"nothing_can_be_hidden", "one_unit_holds_most_of_the_weights", "the_whole_model_is_one_unit"}
 FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))
@@ -44,8 +44,8 @@ def test_texts_name_our_class_and_our_function(name: str) -> None:
     text = (GOLDEN / f"{name}.txt").read_text()
     for part in re.split(r"--- rank \d+\n", text):
         if part:
-            kind, function = re.match(r"(\w+): (hpfunc(?:\.\w+)*): \S", part).groups()  # type: ignore[union-attr]
-            assert issubclass(getattr(hp, kind), (hp.HpfuncError, hp.HpfuncWarning)), kind
-            assert function
+            found = re.match(r"(\w+): hpfunc(?:\.\w+)*: \S", part)
+            assert found, part
+            assert issubclass(getattr(hp, found[1]), (hp.HpfuncError, hp.HpfuncWarning)), part
     assert all(line == line.rstrip() for line in text.splitlines()), "trailing blanks"
     assert max(map(len, text.splitlines())) < 250

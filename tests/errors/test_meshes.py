@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, texts_of
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.ranks import mesh_of
+from tests.helpers.refusals import cases_among, check_texts, mesh, texts_of
 
 P = hp.P
 
@@ -116,8 +116,8 @@ def weights_captured_from_another_mesh(rank: int) -> Any:
 def weights_captured_by_a_gradient_from_another_mesh(rank: int) -> Any:
     kept = weights_on(mesh_of((2, 1), ("replicate", "shard")), P("shard"))
     own = weights_on(mesh(), P("shard"))
-    loss = lambda own: hp.unit(square)(own) + hp.unit(square)(kept)  # noqa: E731
-    return lambda: hp.value_and_grad(loss)(own), (own, kept)
+    differentiated = hp.value_and_grad(lambda own: hp.unit(square)(own) + hp.unit(square)(kept))
+    return lambda: differentiated(own), (own, kept)
 
 
 def a_gradient_of_a_captured_array_of_another_mesh(rank: int) -> Any:
@@ -135,15 +135,10 @@ def a_gradient_of_plain_tensors_with_weights_of_another_mesh(rank: int) -> Any:
     return call, kept
 
 
-HELPERS = ("nameless", "weights_on", "square", "differentiate", "of_two_meshes", "total")
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in HELPERS
-}
+CASES = cases_among(globals())
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)
 

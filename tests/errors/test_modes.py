@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_torch
 from tests.helpers.ranks import outcome
+from tests.helpers.refusals import cases_among, check_texts, mesh, params, texts_of
 
 
 def square(p: Any) -> Any:
@@ -60,8 +60,8 @@ def a_constant_loss(rank: int) -> Any:
 
 def a_constant_micro_batch(rank: int) -> Any:
     kept = params()
-    loss = lambda p, x: total(p) if float(x.sum()) > 0 else constant(p)  # noqa: E731
-    return lambda: hp.accumulate(hp.value_and_grad(loss), 2)(kept, ops.arange(2.0)), kept
+    grad_fn = hp.value_and_grad(lambda p, x: total(p) if float(x.sum()) > 0 else constant(p))
+    return lambda: hp.accumulate(grad_fn, 2)(kept, ops.arange(2.0)), kept
 
 
 def a_loss_of_what_is_not_differentiated(rank: int) -> Any:
@@ -69,15 +69,10 @@ def a_loss_of_what_is_not_differentiated(rank: int) -> Any:
     return lambda: hp.value_and_grad(lambda p, q: total(q))(kept, other), (kept, other)
 
 
-HELPERS = ("square", "differentiating", "total", "constant")
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in HELPERS
-}
+CASES = cases_among(globals())
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, texts_of
+from tests.helpers.refusals import cases_among, check_texts, mesh, texts_of
 from tests.nn.zoo import Case, Convolutional, Stack, Tied
 
 X = torch.ones(2, 6)
-NAMES = ("Module", "Writes", "Replaces", "WritesAlone", "Borrower", "calling", "stack")
 
 
 class Module(nn.Module):
@@ -196,11 +195,7 @@ def a_method_that_is_not_there(rank: int) -> Any:
     return lambda: hp.from_module(nn.Linear(6, 6))[0].method("generate"), None
 
 
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in NAMES
-}
+CASES = cases_among(globals())
 
 
 @pytest.mark.parametrize("name", CASES)

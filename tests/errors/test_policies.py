@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
-from tests.errors.test_steps import linear, total_loss, x
 from tests.helpers import frameworks as ops
+from tests.helpers.refusals import cases_among, check_texts, linear, mesh, params, texts_of, total_loss, x
 
 loss = total_loss(linear)
 
@@ -97,11 +96,7 @@ def a_batch_that_does_not_divide(rank: int) -> Any:
     return lambda: hp.accumulate(hp.value_and_grad(loss), 2)(kept, x()), kept
 
 
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in ("descend", "stepping")
-}
+CASES = cases_among(globals())
 
 
 def test_python_names_an_unknown_field() -> None:
@@ -109,6 +104,6 @@ def test_python_names_an_unknown_field() -> None:
         hp.Policy.zero2(prefetsch=2)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)

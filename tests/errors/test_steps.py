@@ -10,30 +10,10 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.helpers import frameworks as ops
+from tests.helpers.refusals import cases_among, check_texts, linear, mesh, params, texts_of, total_loss, x
 
 Tensor = torch.Tensor
-
-
-def linear(p: Any, x: Tensor) -> Tensor:
-    return x @ p["w"] + p["b"]
-
-
-def total_loss(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A loss that calls `layer` as a unit, twice."""
-    call = hp.unit(layer)
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        for weights in p["layers"]:
-            x = call(weights, x)
-        return x.square().mean()
-
-    return loss
-
-
-def x() -> Tensor:
-    return ops.ones(3, 4)
 
 
 def differentiating(fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -403,14 +383,11 @@ def one_rank_donates_what_is_gone(rank: int) -> Any:
     return lambda: step(gone if rank == 1 else kept, x()), None
 
 
-HELPERS = ("drifted", "linear", "unit_over", "total_loss", "x", "differentiating", "reducing_in_the_loss", "descend")
-
-
 # --- ranks that hold, or pass, something else ----------------------------------------------------------------------
-def drifted(rank: int) -> Any:
-    """Two arrays that all ranks hold whole; those of rank 1 are off by one."""
+def drifted(by: int) -> Any:
+    """Two arrays that all ranks hold whole, but for what is added to those of this rank."""
     pair = hp.shard({"mu": ops.arange(6.0), "scale": ops.ones(3)}, mesh(), hp.P())
-    return {name: x.with_local(x.local + float(rank)) for name, x in pair.items()}
+    return {name: x.with_local(x.local + float(by)) for name, x in pair.items()}
 
 
 def replicas_that_drifted_apart(rank: int) -> Any:
@@ -438,14 +415,9 @@ def a_check_of_replicas_inside_a_step(rank: int) -> Any:
     return lambda: hp.sharded(hp.debug.check_replicas, mesh())(tree), tree
 
 
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name not in HELPERS
-}
+CASES = cases_among(globals())
 
 
-# What should be refused and is not yet. Each entry is a bug with its own line in the tracker.
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str) -> None:
     check_texts(texts_of(CASES[name]), name)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts, mesh, params, texts_of
 from tests.helpers import frameworks as ops
+from tests.helpers.refusals import cases_among, check_texts, mesh, params, texts_of
 
 
 def tree() -> Any:
@@ -264,11 +264,7 @@ def a_combination_of_nothing(rank: int) -> Any:
     return hp.combine, None
 
 
-CASES: dict[str, Any] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", None) == __name__ and name != "tree"
-}
+CASES = cases_among(globals())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.errors.judge import check_texts
 from tests.helpers import frameworks as ops
 from tests.helpers.ranks import mesh_of
+from tests.helpers.refusals import check_texts
 
 MIB = 1 << 18  # float32 elements
 

@@ -19,7 +19,7 @@ from hpfunc.planning.checking.reference import World, reference
 from hpfunc.planning.ops import Launch, Local, Region, itemsize
 from hpfunc.planning.planner import plan
 from hpfunc.planning.schedule import Schedule
-from tests.examples.test_parallel import EXAMPLES
+from tests.helpers.examples import EXAMPLES
 from tests.helpers.ranks import Pool
 from tests.planning.programs import Case, cases
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 import hpfunc as hp
-from tests.examples.test_parallel import example
+from tests.helpers.examples import example
 from tests.helpers.ranks import Pool, mesh_of
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.docs.pages import ROOT
-from tests.examples.test_parallel import FOLDER, example
+from tests.helpers.examples import FOLDER, example
 from tests.helpers.ranks import Pool
 
 STEPS = 12

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,29 +13,14 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.examples import FOLDER, example
+from tests.helpers.leaves import assert_close, assert_same_bits
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.helpers.ranks import pool as pool_of
-from tests.steps.test_parity import assert_close, assert_same_bits
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-FOLDER = EXAMPLES / "torch"
 NAMES = ("tensor_parallel", "context_parallel", "expert_parallel")
 DATA_AXES = {"tensor_parallel": 2, "context_parallel": 3, "expert_parallel": 3}
 STEPS, RATE = 3, 0.5
-
-
-def example(name: str, framework: str = "torch") -> ModuleType:
-    """Returns an example as a module of its own."""
-    folder = EXAMPLES / framework
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    sys.path.insert(0, str(folder))  # as for a script
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
 
 
 def data(module: ModuleType) -> Any:

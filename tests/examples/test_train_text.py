@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +19,10 @@ from unittest import mock
 import pytest
 
 from hpfunc.backends import get
+from tests.helpers.examples import ROOT, launch
 from tests.helpers.ranks import Pool
 
 pytestmark = pytest.mark.processes
-ROOT = Path(__file__).parents[2]
 FILE = "examples/torch/train_text.py"
 
 
@@ -37,16 +35,6 @@ def assert_trained(output: str, folder: Path, has_replicas: bool) -> None:
     text = (folder / "schedule.txt").read_text()
     assert "reduce_scatter" in text
     assert ("over all_reduce@" in text) == has_replicas
-
-
-def launch(num_ranks: int, *arguments: str, script: str = FILE) -> tuple[int, str]:
-    """Returns the exit code and the output of an example under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [*command, script, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_torchrun_starts_it(tmp_path: Path) -> None:

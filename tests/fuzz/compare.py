@@ -12,7 +12,7 @@ from tests.fuzz.build import slices
 from tests.fuzz.cases import Case
 from tests.fuzz.functions import KEPT
 from tests.fuzz.judge import Judged
-from tests.fuzz.memory import copies, overlap, overlaps_itself, same_bits
+from tests.fuzz.memory import copies, overlap, overlaps_itself, same_values
 from tests.fuzz.step import own_part
 
 Tensor = torch.Tensor
@@ -160,7 +160,7 @@ def memory(case: Case, got: Delivered, arguments: list[Tensor]) -> Iterator[tupl
         if any(overlap(tensor, kept) for kept, _ in KEPT):
             yield "shared memory: with what a function keeps", name
     for tensor, before in KEPT:
-        if not same_bits(tensor, before):
+        if not same_values(tensor, before):
             yield "written: what a function keeps", f"{_first(tensor)}, before {_first(before)}"
 
 
@@ -177,10 +177,10 @@ def poison(got: Delivered, turn: int) -> Iterator[tuple[str, str]]:
         _fill(every[i])
         if i == chosen:
             for j, (tensor, bits) in enumerate(zip(every, before, strict=True)):
-                if j != i and not same_bits(tensor, bits):
+                if j != i and not same_values(tensor, bits):
                     yield "written: another gradient", f"by writing NaN into gradient {i}, gradient {j} changed"
     for (name, tensor), bits in zip(rest, held, strict=True):
-        if not same_bits(tensor, bits):
+        if not same_values(tensor, bits):
             yield f"written: {name.split()[0]}", f"by writing NaN into the gradients, {name} changed"
 
 

@@ -29,11 +29,11 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors have the same dtype, shape and values; NaN is like NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124 - NaN is not itself
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

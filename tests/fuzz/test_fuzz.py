@@ -17,7 +17,7 @@ from tests.fuzz.drive import Result, Runner
 from tests.fuzz.features import features
 from tests.fuzz.functions import KEPT, keep
 from tests.fuzz.judge import judge
-from tests.fuzz.memory import overlap, overlaps_itself, same_bits, span
+from tests.fuzz.memory import overlap, overlaps_itself, same_values, span
 from tests.fuzz.ops import KINDS
 from tests.fuzz.rank import CALLS
 from tests.fuzz.reasons import has_reason
@@ -176,11 +176,11 @@ def test_writing_into_what_a_function_keeps_is_found() -> None:
     KEPT.clear()
 
 
-def test_bits() -> None:
+def test_values_are_compared_with_nan_like_nan() -> None:
     nan = torch.tensor([1.0, float("nan")])
-    assert same_bits(nan, nan.clone())
-    assert not same_bits(nan, torch.tensor([2.0, float("nan")]))
-    assert not same_bits(nan, nan.double())
+    assert same_values(nan, nan.clone())
+    assert not same_values(nan, torch.tensor([2.0, float("nan")]))
+    assert not same_values(nan, nan.double())
 
 
 def test_every_call_of_an_update_has_its_judge() -> None:

@@ -151,3 +151,5 @@ policies = st.builds(
     release_overrides=st.sampled_from([(), {"_embed.*": "never"}, {"_layer.0": "backward", "_layer.*": "forward"}]),
     reduce_bucket_bytes=st.sampled_from([0, 0, 700, float("inf")]),
 )
+
+MESHES_OF_FOUR = [(4,), (2, 2), (1, 4), (4, 1)]

@@ -143,8 +143,13 @@ class Pool:
     def _stacks(self, rank: int) -> str:
         assert self._directory is not None
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return (Path(self._directory.name) / f"stacks-{rank}").read_text()
+        file, end, found = Path(self._directory.name) / f"stacks-{rank}", time.monotonic() + 5.0, ""
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            before, found = found, file.read_text()
+            if found and found == before:  # it is written
+                break
+        return found
 
 
 _pools: dict[tuple[int, str], Pool] = {}
@@ -235,6 +240,13 @@ def mesh_of(
     import hpfunc as hp
 
     return hp.make_mesh(shape, names, data_axes, timeout_s=timeout_s)
+
+
+def mesh_of_one() -> Any:
+    """Returns the mesh of a process that is alone, such as that of the tests themselves; another object each time."""
+    import hpfunc as hp
+
+    return hp.make_mesh((1,), ("shard",))
 
 
 def outcome(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 Axes = tuple[str, ...]
 Parts = Sequence[np.ndarray]  # one array for each rank
@@ -94,3 +96,43 @@ def ppermute(parts: Parts, grid: Grid, rank: int, axes: Axes, perm: Sequence[tup
     peers, me = grid.peers(rank, axes), grid.index(rank, axes)
     sources = [peers[source] for source, target in perm if target == me]
     return parts[sources[0]] if sources else np.zeros_like(parts[rank])
+
+
+COLLECTIVES: dict[str, Callable[..., np.ndarray]] = {
+    fn.__name__: fn for fn in (psum, pmax, all_gather, psum_scatter, all_to_all, ppermute)
+}
+
+
+def expected(kind: str, parts: list[np.ndarray], grid: Grid, rank: int, axes: Axes, options: dict[str, Any]) -> Any:
+    """What `rank` gets, from what all ranks have."""
+    names = {"scatter_dim": "dim"}
+    renamed = {names.get(key, key): value for key, value in options.items()}
+    if kind == "pvary":
+        return parts[rank]
+    if kind == "pmean":
+        return psum(parts, grid, rank, axes) / grid.size(axes)
+    return COLLECTIVES[kind](parts, grid, rank, axes, **renamed)
+
+
+def transposed(
+    kind: str, parts: list[np.ndarray], grid: Grid, rank: int, axes: Axes, options: dict[str, Any]
+) -> np.ndarray:
+    """What `rank` gets as the gradient of its argument, from the gradients that all ranks have for their results."""
+    if kind == "psum":
+        return parts[rank]
+    if kind == "pvary":
+        return psum(parts, grid, rank, axes)
+    if kind == "pmean":
+        return parts[rank] / grid.size(axes)
+    if kind == "all_gather":
+        return psum_scatter(parts, grid, rank, axes, **options)
+    if kind == "psum_scatter":
+        return all_gather(parts, grid, rank, axes, options["scatter_dim"], options["tiled"])
+    if kind == "all_to_all":
+        split, concat, tiled = options["concat_dim"], options["split_dim"], options["tiled"]
+        return all_to_all(parts, grid, rank, axes, split, concat, tiled)
+    return ppermute(parts, grid, rank, axes, [(target, source) for source, target in options["perm"]])
+
+
+def as_numpy(tensors: list[torch.Tensor]) -> list[np.ndarray]:
+    return [x.double().numpy() for x in tensors]

@@ -63,3 +63,40 @@ def spec(cuts: tuple[Axes, ...], unreduced: Axes = ()) -> hp.P:
 dtypes = st.sampled_from(DTYPES)
 float_dtypes = st.sampled_from([dtype for dtype in DTYPES if dtype.is_floating_point])
 seeds = st.integers(0, 1000)
+
+KINDS = ("psum", "pmean", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+
+
+@st.composite
+def calls(
+    draw: Any, kinds: tuple[str, ...] = KINDS, meshes: st.SearchStrategy[Grid] | None = None
+) -> tuple[Grid, Axes, str, tuple[int, ...], dict[str, Any]]:
+    """A mesh, axes of it, a collective, a shape that it takes, and its further arguments."""
+    grid, kind = draw(grids() if meshes is None else meshes), draw(st.sampled_from(kinds))
+    axes = draw(axes_of(grid))
+    n, shape, options = grid.size(axes), draw(shapes(max_size=4)), {}
+    tiled = draw(st.booleans())
+    if kind == "all_gather":
+        dims = len(shape) if tiled and shape else len(shape) + 1
+        tiled = tiled and bool(shape)
+        options = {"dim": draw(st.integers(-dims, dims - 1)), "tiled": tiled}
+    elif kind == "psum_scatter":
+        shape = shape or (1,)
+        dim = draw(st.integers(-len(shape), len(shape) - 1))
+        shape = resized(shape, dim, n * shape[dim] if tiled else n)
+        options = {"scatter_dim": dim, "tiled": tiled}
+    elif kind == "all_to_all":
+        shape = shape or (1,)
+        split, concat = (draw(st.integers(0, len(shape) - 1)) for _ in range(2))
+        shape = resized(shape, split, n * shape[split] if tiled else n)
+        options = {"split_dim": split, "concat_dim": concat, "tiled": tiled}
+    elif kind == "ppermute":
+        sources, targets = (draw(st.permutations(range(n))) for _ in range(2))
+        options = {"perm": list(zip(sources, targets, strict=True))[: draw(st.integers(0, n))]}
+    return grid, axes, kind, shape, options
+
+
+def resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    sizes[dim] = size
+    return tuple(sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,8 @@ from tests.judge.explore import Verdict, judge
 from tests.judge.inputs import mutated, small_case
 from tests.judge.works import Rules
 from tests.judge.world import World
-from tests.planning.mutants import flat, put, rebuilt
+from tests.planning.edits import changed, named, place_of
+from tests.planning.mutants import flat, rebuilt
 from tests.planning.programs import layers
 
 HSDP = {"replicate": 2, "shard": 2}
@@ -29,19 +29,10 @@ THREE = plan(layers(3, FSDP, 8), Policy(pack_below_bytes=0), Traits())
 BOTH = plan(layers(2, HSDP, 8), Policy(), Traits(ordered_sums=True))
 
 
-def named(schedule: Schedule, name: str) -> tuple[int, Any]:
-    return next((place, op) for place, (_, op) in enumerate(flat(schedule)) if op.name == name)
-
-
-def changed(schedule: Schedule, name: str, **fields: object) -> Schedule:
-    place, op = named(schedule, name)
-    return put(schedule, place, replace(op, **fields))
-
-
 def moved(schedule: Schedule, name: str, before: str) -> Schedule:
     """Returns the schedule with an op before another one; it waits for what is issued by then."""
     ops = flat(schedule)
-    _, op = ops.pop(named(schedule, name)[0])
+    _, op = ops.pop(place_of(schedule, name))
     target = next(place for place, (_, other) in enumerate(ops) if other.name == before)
     issued = {other.name for _, other in ops[:target]}
     ops.insert(target, (ops[target][0], replace(op, waits=tuple(wait for wait in op.waits if wait in issued))))
@@ -51,7 +42,7 @@ def moved(schedule: Schedule, name: str, before: str) -> Schedule:
 def swapped(schedule: Schedule, one: str, two: str) -> Schedule:
     """Returns the schedule with two ops in each other's place."""
     ops = flat(schedule)
-    a, b = named(schedule, one)[0], named(schedule, two)[0]
+    a, b = place_of(schedule, one), place_of(schedule, two)
     ops[a], ops[b] = (ops[a][0], ops[b][1]), (ops[b][0], ops[a][1])
     return rebuilt(schedule, ops)
 
@@ -93,7 +84,7 @@ FAULTS: dict[str, tuple[Callable[[], Schedule], str]] = {
     "freed before its last use": (lambda: moved(THREE, "free whole w1", "backward layer1"), "given back"),
     "freed twice": (
         lambda: rebuilt(
-            THREE, [*flat(THREE), (len(THREE.slots) - 1, replace(named(THREE, "free whole w0")[1], name="again"))]
+            THREE, [*flat(THREE), (len(THREE.slots) - 1, replace(named(THREE, "free whole w0"), name="again"))]
         ),
         "given back",
     ),
@@ -109,7 +100,7 @@ FAULTS: dict[str, tuple[Callable[[], Schedule], str]] = {
     "scaled by another number": (lambda: changed(THREE, "scale layer2", divisor=4), "gradient"),
     "written after its delivery": (lambda: moved(THREE, "deliver w2", "scale layer2"), "gradient"),
     "writes the caller's": (
-        lambda: changed(THREE, "gather layer0", writes=named(THREE, "gather layer1")[1].reads),
+        lambda: changed(THREE, "gather layer0", writes=named(THREE, "gather layer1").reads),
         "caller's",
     ),
     "waits for what comes later": (lambda: changed(THREE, "gather layer0", waits=("backward layer0",)), "not issued"),
@@ -183,7 +174,7 @@ def test_a_gradient_out_of_the_memory_of_a_side_stream_is_rejected_by_both() -> 
 def test_a_shard_that_is_read_beyond_the_end_of_the_step_is_rejected_by_both() -> None:
     """The caller overwrites it then, for all that the last op of the step says."""
     late = plan(layers(1, FSDP, 8), Policy(pack_below_bytes=0), Traits())
-    gather = named(late, "gather layer0")[1]
+    gather = named(late, "gather layer0")
     again = replace(late.buffers[gather.writes[0].buffer], name="whole again")
     region = gather.writes[0]._replace(buffer=len(late.buffers))
     last = len(late.slots) - 1
@@ -201,17 +192,17 @@ def test_a_shard_that_is_read_beyond_the_end_of_the_step_is_rejected_by_both() -
 
 
 def test_an_op_that_writes_into_a_borrowed_gradient_is_rejected_by_both() -> None:
-    gradient = named(THREE, "backward layer2")[1].writes
+    gradient = named(THREE, "backward layer2").writes
     scaled = Local("scale gradient", "scale", "compute", gradient, gradient, divisor=1)
     ops = flat(THREE)
-    place = named(THREE, "reduce_scatter layer2")[0]
+    place = place_of(THREE, "reduce_scatter layer2")
     both_reject(rebuilt(THREE, [*ops[:place], (ops[place][0], scaled), *ops[place:]], waits=True))
 
 
 def test_a_padded_shard_that_is_sent_as_it_is_is_rejected_by_both() -> None:
     """One rank has fewer elements than the others."""
     valid = plan(layers(2, FSDP, 7, even=False), Policy(pack_below_bytes=0), Traits())
-    both_reject(changed(valid, "gather layer0", reads=named(valid, "pack w0")[1].reads))
+    both_reject(changed(valid, "gather layer0", reads=named(valid, "pack w0").reads))
 
 
 # --------------------------------------------------------------------------------------------- what is left out

@@ -13,10 +13,13 @@ from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from tests.judge.differences import KINDS, Difference, explain
 from tests.judge.tally import compare
-from tests.judge.test_judge import HSDP, RULES, changed
+from tests.judge.works import Rules
 from tests.judge.world import World
+from tests.planning.edits import changed
 from tests.planning.programs import layers
 
+HSDP = {"replicate": 2, "shard": 2}
+RULES = Rules()
 SCALE = int(os.environ.get("HPFUNC_PLANNING_SCALE", "1"))
 
 VALID = plan(layers(2, HSDP, 8), Policy(), Traits(ordered_sums=True))

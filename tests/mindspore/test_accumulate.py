@@ -10,12 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
+from tests.helpers.accumulation import NUMERICS, Run, one_big_batch, train
 from tests.helpers.frameworks import needs_mindspore
-from tests.helpers.models import Layout, Model, layouts, models, policies
+from tests.helpers.leaves import assert_close, assert_same_bits
+from tests.helpers.models import MESHES_OF_FOUR, Layout, Model, layouts, models, policies
 from tests.helpers.ranks import Pool
-from tests.mindspore.test_parity import MESHES
-from tests.steps.test_accumulate import NUMERICS, Run, one_big_batch, train
-from tests.steps.test_parity import assert_close, assert_same_bits
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 EXAMPLES = settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
@@ -25,7 +24,7 @@ modes = st.sampled_from(["scatter", "local"])
 
 
 @EXAMPLES
-@given(model=models(), layout=layouts(MESHES), policy=st.none() | policies, count=st.integers(1, 3), mode=modes)
+@given(model=models(), layout=layouts(MESHES_OF_FOUR), policy=st.none() | policies, count=st.integers(1, 3), mode=modes)
 def test_micro_batches_equal_one_big_batch(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy | None, count: int, mode: str
 ) -> None:
@@ -37,7 +36,13 @@ def test_micro_batches_equal_one_big_batch(
 
 
 @EXAMPLES
-@given(model=models(), layout=layouts(MESHES), policy=policies, mode=modes, numerics=st.sampled_from(NUMERICS_ON_CPU))
+@given(
+    model=models(),
+    layout=layouts(MESHES_OF_FOUR),
+    policy=policies,
+    mode=modes,
+    numerics=st.sampled_from(NUMERICS_ON_CPU),
+)
 def test_every_schedule_gives_the_bits_of_the_eager_reference(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy, mode: str, numerics: hp.Numerics
 ) -> None:

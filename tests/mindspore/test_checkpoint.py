@@ -14,9 +14,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.checkpoint.test_files import every_dtype, same
-from tests.checkpoint.test_laws import HSDP, layouts, there_and_back
-from tests.checkpoint.test_ranks import resume, train_and_save
+from tests.helpers.checkpoints import HSDP, every_dtype, layouts, resume, same, there_and_back, train_and_save
 from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.helpers.reference import Grid

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from tests.errors import test_debug, test_meshes, test_modes, test_policies, test_steps, test_values
-from tests.errors.judge import check_texts, texts_of
 from tests.errors.test_debug import (
     test_nan_is_the_same_as_nan,
     test_what_is_right_passes_when_it_is_recomputed,
@@ -24,6 +23,7 @@ from tests.errors.test_warnings import (
     test_good_units_are_not_warned_of,
 )
 from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.refusals import check_texts, texts_of
 from tests.mindspore.lacks import DIFFERS, LACKS
 
 pytestmark = [pytest.mark.processes, needs_mindspore]

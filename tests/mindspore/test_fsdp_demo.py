@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.examples.test_fsdp_demo import assert_demonstrated, said
+from tests.helpers.examples import assert_demonstrated, said_by_the_demo
 from tests.helpers.frameworks import needs_mindspore
 from tests.helpers.ranks import Pool
 
@@ -15,4 +15,6 @@ from tests.helpers.ranks import Pool
 @pytest.mark.processes
 def test_all_ways_agree_with_plain_mindspore(pool: Callable[..., Pool]) -> None:
     ranks = pool(4, "mindspore")
-    assert_demonstrated(ranks.run(said, "mindspore", "--steps", "2", deadline_s=240.0))  # recorded, and planned
+    assert_demonstrated(
+        ranks.run(said_by_the_demo, "mindspore", "--steps", "2", deadline_s=240.0)
+    )  # recorded, and planned

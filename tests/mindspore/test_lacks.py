@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.errors.judge import GOLDEN
 from tests.helpers.frameworks import needs_mindspore
 from tests.helpers.ranks import Pool
+from tests.helpers.refusals import GOLDEN
 from tests.mindspore import test_errors
 from tests.mindspore.lacks import DIFFERS, LACKS, NOT_HERE
 

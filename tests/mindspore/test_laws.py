@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 import hpfunc as hp
 from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
 from tests.helpers.ranks import Pool, mesh_of
-from tests.helpers.reference import Axes, Grid
-from tests.helpers.strategies import float_dtypes, grids, seeds
+from tests.helpers.reference import Axes, Grid, as_numpy, expected, transposed
+from tests.helpers.strategies import KINDS, calls, float_dtypes, grids, seeds
 from tests.helpers.zoo import assert_same, tensor
-from tests.transforms.test_collectives import KINDS, as_numpy, calls, expected, transposed
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 ON_FOUR = grids(4, 4)

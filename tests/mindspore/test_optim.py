@@ -14,9 +14,9 @@ import torch
 
 import hpfunc as hp
 from tests.helpers.frameworks import needs_mindspore, to_framework, to_torch
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import Layout, Model, P
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_parity import assert_close
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
 LAYOUT = Layout((2, 2), ("replicate", "shard"), P("shard"), P("shard"))

@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from tests.helpers.frameworks import needs_mindspore
-from tests.helpers.models import Layout, Model, layouts, models, policies, reference
+from tests.helpers.leaves import assert_close, assert_same_bits
+from tests.helpers.models import MESHES_OF_FOUR, Layout, Model, layouts, models, policies, reference
 from tests.helpers.ranks import Pool
-from tests.steps.test_parity import NUMERICS, STEPS, assert_close, assert_same_bits, train
+from tests.helpers.training import NUMERICS, STEPS, train
 
 pytestmark = [pytest.mark.processes, needs_mindspore]
-# Ranks that import MindSpore are slow to start: one pool of four serves all of these.
-MESHES = [(4,), (2, 2), (1, 4), (4, 1)]
 EXAMPLES = settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 # A matrix product does not exist on the CPU in bfloat16, so weights in bfloat16 are left out (see the test below).
 NUMERICS_ON_CPU = [n for n in NUMERICS if n.param_dtype is None]
 
 
 @EXAMPLES
-@given(model=models(), layout=layouts(MESHES), policy=st.none() | policies)
+@given(model=models(), layout=layouts(MESHES_OF_FOUR), policy=st.none() | policies)
 def test_training_matches_one_process(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy | None
 ) -> None:
@@ -36,7 +35,7 @@ def test_training_matches_one_process(
 
 
 @EXAMPLES
-@given(model=models(), layout=layouts(MESHES), policy=policies, numerics=st.sampled_from(NUMERICS_ON_CPU))
+@given(model=models(), layout=layouts(MESHES_OF_FOUR), policy=policies, numerics=st.sampled_from(NUMERICS_ON_CPU))
 def test_every_schedule_gives_the_bits_of_the_eager_reference(
     pool: Callable[..., Pool], model: Model, layout: Layout, policy: hp.Policy, numerics: hp.Numerics
 ) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from tests.helpers.frameworks import needs_mindspore
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import Layout, Model, layouts, models, policies
 from tests.helpers.ranks import Pool
 from tests.optim import test_norm
@@ -25,7 +26,7 @@ from tests.optim.test_norm import (
     test_plain_tensors_may_differ_between_ranks,
     test_what_is_not_finite_on_one_rank_reaches_all,
 )
-from tests.steps import test_composition, test_numerics, test_parity, test_purity, test_recompute, test_uses
+from tests.steps import test_composition, test_numerics, test_purity, test_recompute, test_uses
 from tests.steps.test_accumulate import (
     test_a_plan_may_be_left_in_any_micro_batch,
     test_collectives_of_three_micro_batches,
@@ -91,7 +92,7 @@ def test_every_kind_of_numerics(
 ) -> None:
     """Not to the last bit: the judge computes with torch."""
     dtypes = {numerics.reduce_dtype, numerics.accum_dtype, numerics.output_dtype}
-    judge = partial(test_parity.assert_close, tolerance=0.03 if dtypes & {"bfloat16", "float16"} else 1e-4)
+    judge = partial(assert_close, tolerance=0.03 if dtypes & {"bfloat16", "float16"} else 1e-4)
     pool(layout.num_ranks).run(test_numerics.compare, model, layout, numerics, policy, "float32", judge)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_train_text import launch
+from tests.helpers.examples import launch
 from tests.helpers.frameworks import needs_mindspore
 
 pytestmark = [pytest.mark.processes, needs_mindspore]

@@ -9,9 +9,9 @@ import optree
 import torch
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
+from tests.helpers.leaves import assert_close
 from tests.helpers.ranks import mesh_of, outcome
-from tests.steps.test_execute import is_sharded
-from tests.steps.test_parity import assert_close
 
 WAYS = ("eager", "recorded", "planned", "planned again", "planned, with debug")
 TWO = ((2,), ("shard",))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
-from tests.museum.pieces import HSDP, changed, judge, left_out, micro_batches, moved, named, not_ordered, place_of
+from tests.museum.pieces import HSDP, judge, micro_batches, not_ordered
+from tests.planning.edits import changed, left_out, moved, named, place_of
 from tests.planning.mutants import flat, put, rebuilt
 from tests.planning.programs import layers
 

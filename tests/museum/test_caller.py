@@ -5,7 +5,8 @@ from __future__ import annotations
 from hpfunc.planning.ops import Local
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
-from tests.museum.pieces import HSDP, inserted, judge, left_out, micro_batches, moved, named, not_ordered, rebuffered
+from tests.museum.pieces import HSDP, judge, micro_batches, not_ordered
+from tests.planning.edits import inserted, left_out, moved, named, rebuffered
 from tests.planning.mutants import flat, rebuilt
 from tests.planning.programs import layers
 

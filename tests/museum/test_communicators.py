@@ -6,8 +6,9 @@ from hpfunc.planning.checking.checker import check
 from hpfunc.planning.ops import Launch
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
-from tests.museum.pieces import HSDP, changed, judge, moved, named
+from tests.museum.pieces import HSDP, judge
 from tests.museum.residency import Device, can_hang
+from tests.planning.edits import changed, moved, named
 from tests.planning.programs import layers
 
 THREE = plan(layers(3, HSDP, 64), Policy())

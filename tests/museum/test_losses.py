@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.leaves import assert_close
 from tests.helpers.ranks import Pool
 from tests.museum.steps import assert_all_close, draw, gradient, grid, in_all_ways, plain
-from tests.steps.test_parity import assert_close
 
 pytestmark = pytest.mark.processes
 ROWS, TOKENS = 4, 5

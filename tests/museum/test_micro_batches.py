@@ -46,8 +46,8 @@ def cut_by_tokens(rank: int, way: str) -> str:
     params = hp.shard(weights(), mesh, hp.P("shard"))
 
     def step(params: Any, x: torch.Tensor, count: int) -> Any:
-        masked = lambda p, x: squares(p, x, torch.ones(len(x), dtype=x.dtype))  # noqa: E731
-        return hp.accumulate(hp.value_and_grad(masked, numerics=SUM), count, mode="scatter")(params, x)
+        grad_fn = hp.value_and_grad(lambda p, x: squares(p, x, torch.ones(len(x), dtype=x.dtype)), numerics=SUM)
+        return hp.accumulate(grad_fn, count, mode="scatter")(params, x)
 
     sharded = hp.sharded(step, mesh)
     if way == "planned":

@@ -10,8 +10,9 @@ import torch
 
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
-from tests.museum.pieces import HSDP, judge, left_out, not_ordered
+from tests.museum.pieces import HSDP, judge, not_ordered
 from tests.museum.steps import WAYS, assert_all_close
+from tests.planning.edits import left_out
 from tests.planning.programs import layers
 
 HERE = Path(__file__).parent

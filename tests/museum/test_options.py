@@ -14,12 +14,12 @@ import torch
 import hpfunc as hp
 from hpfunc.planning.planner import plan
 from hpfunc.planning.policy import Policy
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import sgd
 from tests.helpers.ranks import Pool
 from tests.museum.pieces import HSDP
 from tests.museum.steps import draw, gradient, grid, plain, size_of, whole
 from tests.planning.programs import stack, weight
-from tests.steps.test_parity import assert_close
 
 processes = pytest.mark.processes
 PROGRAM = stack(*((weight(f"w{i}", 4096, HSDP), weight(f"b{i}", 64, HSDP)) for i in range(5)))
@@ -144,8 +144,7 @@ def test_the_adapters_of_all_ranks_are_saved(pool: Callable[[int], Pool], mesh_n
     want = adapters()
     for step in range(4):
         batches = [rows(rank, step) for rank in range(2)]
-        mean = lambda p, xs=batches: torch.stack([adapted(p, x, base(), plain) for x in xs]).mean()  # noqa: E731
-        _, *grads = gradient(mean, want)
+        _, *grads = gradient(lambda p, xs=batches: torch.stack([adapted(p, x, base(), plain) for x in xs]).mean(), want)
         pairs = iter(grads)
         want = [{name: part[name] - RATE * next(pairs) for name in ("down", "up")} for part in want]
     pool(2).run(finetuned, "two shards", str(tmp_path), False)

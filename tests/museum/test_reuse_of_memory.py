@@ -5,19 +5,8 @@ from __future__ import annotations
 from hpfunc.planning.ops import Local
 from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
-from tests.museum.pieces import (
-    HSDP,
-    changed,
-    inserted,
-    judge,
-    micro_batches,
-    moved,
-    named,
-    not_ordered,
-    rebuffered,
-    region,
-    sharing,
-)
+from tests.museum.pieces import HSDP, judge, micro_batches, not_ordered, sharing
+from tests.planning.edits import changed, inserted, moved, named, rebuffered, region
 from tests.planning.programs import layers, stack, weight
 
 THREE = plan(layers(3, HSDP, 64), Policy())

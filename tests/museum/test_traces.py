@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hpfunc as hp
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import sgd
 from tests.helpers.ranks import Pool, outcome
 from tests.museum.steps import draw, gradient, grid, plain, size_of, whole
-from tests.steps.test_parity import assert_close
 
 pytestmark = pytest.mark.processes
 RATE = 0.1
@@ -48,8 +48,9 @@ def trained(plan: Sequence[Sequence[int]], num_ranks: int) -> list[torch.Tensor]
     params = weights()
     for step, calls in enumerate(plan):
         batches = [batch(rank, step) for rank in range(num_ranks)]
-        mean = lambda p, xs=batches, c=calls: torch.stack([loss(p, x, c, plain) for x in xs]).mean()  # noqa: E731
-        _, *grads = gradient(mean, params)
+        _, *grads = gradient(
+            lambda p, xs=batches, c=calls: torch.stack([loss(p, x, c, plain) for x in xs]).mean(), params
+        )
         params = [p - RATE * g for p, g in zip(params, grads, strict=True)]
     return params
 

@@ -131,7 +131,9 @@ def sharded(rank: int, remat: bool) -> dict[str, list[dict[str, Tensor]]]:
         start = {path: x.clone() for path, x in apply.buffers.items()}
 
         def loss(params: Any, x: Tensor, apply: Any = apply) -> Tensor:
-            train = lambda x: apply.with_buffers(params, apply.buffers, x)[0]  # noqa: E731
+            def train(x: Tensor) -> Any:
+                return apply.with_buffers(params, apply.buffers, x)[0]
+
             return loss_of(train, partial(apply.eval(), params), x)
 
         differentiate = hp.grad(loss)
@@ -199,7 +201,7 @@ def test_after_a_failure_in_a_checkpoint_the_module_is_as_before(pool: Pools) ->
 # --- models of transformers -------------------------------------------------------------------------------------------
 def of_transformers(rank: int, remat: bool) -> dict[str, list[float]]:
     """Returns the largest relative difference to the plain model's gradients on this rank's own data, by model."""
-    from tests.nn.test_transformers import Pretrained
+    from tests.nn.pretrained import Pretrained
 
     found: dict[str, list[float]] = {}
     mesh = mesh_of((2,), ("shard",))

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import hpfunc as hp
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import mesh_of
 from tests.nn.training import Pools
 from tests.nn.zoo import WIDTH, Block, Convolutional, Many, Outside, Stack, Tied
-from tests.values.test_init import LiveBytes
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
 IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(7))
@@ -57,7 +57,7 @@ def test_plain_and_sharded_parameters_give_the_bits_of_the_module(mesh: hp.Mesh,
     assert torch.equal(apply(params, X), apply(params, X))
 
 
-def test_two_calls_in_one_loss(mesh: hp.Mesh) -> None:
+def test_two_calls_in_one_loss_have_the_gradients_of_the_module(mesh: hp.Mesh) -> None:
     module = Outside()
     apply, params = hp.from_module(module)
     loss, grads = hp.value_and_grad(lambda p: (apply(p, X) * apply(p, 2 * X)).sum())(sharded(params, mesh))
@@ -185,7 +185,7 @@ class Generator(Stack):
         return outputs
 
 
-def test_another_method(mesh: hp.Mesh) -> None:
+def test_another_method_gives_the_bits_of_the_module(mesh: hp.Mesh) -> None:
     module = Generator()
     apply, params = hp.from_module(module)
     got = apply.method("generate")(sharded(params, mesh), X, times=3)
@@ -195,7 +195,7 @@ def test_another_method(mesh: hp.Mesh) -> None:
         apply.method("sample")
 
 
-def test_a_parametrized_weight(mesh: hp.Mesh) -> None:
+def test_a_parametrized_weight_gives_the_bits_of_the_module(mesh: hp.Mesh) -> None:
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4, bias=False)), nn.Tanh())
     apply, params = hp.from_module(module)
     assert torch.equal(apply(sharded(params, mesh), X), module(X))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,105 +10,15 @@ import torch
 
 import hpfunc as hp
 from tests.helpers.ranks import mesh_of
+from tests.nn.pretrained import LAYERS, Pretrained
 from tests.nn.training import FEWER, FSDP, HSDP, Layout, Pools, assert_trained, resume, train
 from tests.nn.zoo import Found
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.processes
-HALVES: dict[str, Any] = {
-    f"{half}_{name}": number
-    for half in ("encoder", "decoder")
-    for name, number in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
-}
-SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-LAYERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
-        | {"eos_token_id": 1},
-        "2 GPT2Block (transformer.h.0 to transformer.h.1)",
-    ),
-    "llama": (
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        SMALL | {"num_key_value_heads": 1, "max_position_embeddings": 16},
-        "2 LlamaDecoderLayer (model.layers.0 to model.layers.1)",
-    ),
-    "bert": (
-        "BertConfig",
-        "BertForMaskedLM",
-        SMALL | {"max_position_embeddings": 16},
-        "2 BertLayer (bert.encoder.layer.0 to bert.encoder.layer.1)",
-    ),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        | {"decoder_start_token_id": 0},
-        "2 T5Block (decoder.block.0 to decoder.block.1)",
-    ),
-    "vit": (
-        "ViTConfig",
-        "ViTForImageClassification",
-        SMALL | {"image_size": 8, "patch_size": 4, "num_labels": 3},
-        "2 ViTLayer (vit.layers.0 to vit.layers.1)",
-    ),
-    "whisper": (
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        HALVES
-        | {"vocab_size": 32, "d_model": 16, "num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8}
-        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-        "2 WhisperEncoderLayer (model.encoder.layers.0 to model.encoder.layers.1)",
-    ),
-    "marian": (
-        "MarianConfig",
-        "MarianMTModel",
-        HALVES
-        | {"vocab_size": 32, "d_model": 16, "max_position_embeddings": 16}
-        | {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1},
-        "2 MarianEncoderLayer (model.encoder.layers.0 to model.encoder.layers.1)",
-    ),
-}
 FROZEN = {  # by the models themselves
     "whisper": {"model.encoder.embed_positions.weight"},
     "marian": {"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"},
 }
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """See `tests.nn.zoo.Case`."""
-
-    name: str
-    units: Any = None
-    remat: bool = False
-
-    def module(self) -> Any:
-        return self.built().double().train()
-
-    def built(self) -> Any:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        config, kind, fields, _ = LAYERS[self.name]
-        torch.manual_seed(0)
-        return getattr(transformers, kind)(getattr(transformers, config)(**fields))
-
-    def call(self, rank: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        torch.manual_seed(1000 * rank + step)  # draws the dropout of the models too
-        if self.name == "vit":
-            pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-            return (), {"pixel_values": pixels, "labels": torch.randint(0, 3, (2,))}
-        if self.name == "whisper":
-            features = torch.randn(2, 4, 16, dtype=torch.float64)
-            return (), {"input_features": features, "labels": torch.randint(3, 32, (2, 6))}
-        ids = torch.randint(0, 32, (2, 6))
-        return (), {"input_ids": ids, "labels": torch.randint(0, 32, (2, 6))}
-
-    def loss(self, outputs: Any) -> torch.Tensor:
-        return outputs.loss
 
 
 def trained(rank: int, layout: Layout, other: Layout, path: str) -> dict[str, tuple[Found, Found]]:
@@ -182,7 +90,7 @@ def test_what_the_models_freeze_by_themselves_stays(pool: Pools) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_generate(name: str) -> None:
+def test_generation_gives_the_tokens_of_the_model(name: str) -> None:
     mesh, module = hp.make_mesh((1,), ("shard",)), Pretrained(name).module().eval()
     apply, params = hp.from_module(module)
     (ids,) = [x for key, x in Pretrained(name).call(0, 0)[1].items() if key == "input_ids"]

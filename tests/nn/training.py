@@ -10,6 +10,7 @@ import torch
 import hpfunc as hp
 from hpfunc.optim import adamw
 from tests.helpers.ranks import Pool, mesh_of
+from tests.helpers.zoo import bits
 from tests.nn.zoo import DECAY, EPS, NUM_STEPS, Found, Tensors, rate, reference
 
 Layout = tuple[tuple[int, ...], tuple[str, ...]]
@@ -82,7 +83,8 @@ def resume(rank: int, case: Any, layout: Layout, path: str) -> Found:
 def same_bits(a: Found, b: Found) -> bool:
     """Returns whether all tensors have the same bits."""
     return all(
-        x.keys() == y.keys() and all(torch.equal(x[path], y[path]) for path in x) for x, y in zip(a, b, strict=True)
+        x.keys() == y.keys() and all(torch.equal(bits(x[path]), bits(y[path])) for path in x)
+        for x, y in zip(a, b, strict=True)
     )
 
 

@@ -143,6 +143,6 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("call", ERRORS)
-def test_error(call):
+def test_what_is_refused_is_said(call):
     with pytest.raises(hp.HpfuncError, match=ERRORS[call]):
         call()

@@ -14,7 +14,7 @@ from hpfunc import optim
 from hpfunc._values.array import is_sharded
 from tests.helpers.models import Model
 from tests.helpers.ranks import mesh_of
-from tests.optim.test_optim import leaves, random_tree, same_bits
+from tests.optim.trees import leaves, random_tree, same_bits
 
 MODEL = Model(width=6, num_inputs=5, biases=(True, False), calls=(0, 1))
 SHAPES = {"a": (5, 3), "b": (4, 4), "c": (2,), "d": (), "none": (0, 3)}  # over 4 ranks: uneven parts, and empty ones
@@ -255,7 +255,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(name):
+def test_what_is_refused_is_said(name):
     call, text = ERRORS[name]
     with pytest.raises(hp.HpfuncError, match=text):
         call()

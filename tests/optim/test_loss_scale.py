@@ -16,10 +16,10 @@ import hpfunc as hp
 from hpfunc import optim
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_close
 from tests.helpers.models import Layout, Model
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.helpers.zoo import bits
-from tests.steps.test_parity import assert_close
 
 P = hp.P
 
@@ -92,7 +92,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(name: str) -> None:
+def test_what_is_refused_is_said(name: str) -> None:
     call, expected = ERRORS[name]
     kind, function, rule = outcome(call).split(": ", 2)
     assert issubclass(getattr(hp, kind), hp.HpfuncError)
@@ -172,10 +172,12 @@ def run(
         return hp.apply_updates(params, updates), state, new_scale, scaling.unscale(loss, scale_state)
 
     donated = (0, 1) if donate else ()
-    step = step_fn if policy is None else hp.sharded(step_fn, mesh, policy=policy, donate_argnums=donated, debug=True)
+    step: Any = (
+        step_fn if policy is None else hp.sharded(step_fn, mesh, policy=policy, donate_argnums=donated, debug=True)
+    )
     state, scale_state = optimizer.init(params), scaling.init(scale)
     if policy is not None and not ops.is_mindspore():
-        step.lower(params, state, scale_state, MODEL.batch(rank, 0, dtype), 1.0)  # type: ignore[union-attr]
+        step.lower(params, state, scale_state, MODEL.batch(rank, 0, dtype), 1.0)
     scales, finite, planned, same = [], [], [], []
     for number in range(NUM_STEPS):
         scales.append(scale_state.loss_scale)
@@ -185,7 +187,7 @@ def run(
         params, state, scale_state, _ = step(params, state, scale_state, batch, factor)
         finite.append(state[1].is_finite)
         same.append(all(map(torch.equal, before, tensors((params, state[1].inner)))))
-        planned.append(policy is None or step.followed_plan)  # type: ignore[union-attr]
+        planned.append(policy is None or step.followed_plan)
     whole = optree.tree_leaves(to_torch(hp.unshard(params, mesh.axis_names)))
     return {"scales": scales, "finite": finite, "same": same, "planned": planned, "weights": whole}
 

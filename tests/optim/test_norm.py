@@ -15,7 +15,7 @@ from hpfunc import optim
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
 from tests.helpers.ranks import Pool, mesh_of
-from tests.optim.test_optim import random_tree, same_bits
+from tests.optim.trees import random_tree, same_bits
 
 P = hp.P
 # Dims that divide, that do not, and that are shorter than the mesh, so that some ranks hold nothing.

@@ -15,36 +15,10 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc import optim
-from hpfunc._values.array import is_sharded
-from tests.helpers.ranks import outcome
+from tests.helpers.ranks import mesh_of_one, outcome
+from tests.optim.trees import SHAPES, leaves, random_tree, same_bits
 
-SHAPES = {"a": (5, 3), "layers": [{"w": (4, 4), "b": (4,)}, {"w": (2, 4), "b": ()}]}
 DTYPES = [torch.float32, torch.float64]
-
-
-def is_shape(x):
-    return isinstance(x, tuple)
-
-
-def random_tree(seed, dtype=torch.float64, shapes: Any = SHAPES) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return optree.tree_map(lambda shape: torch.randn(shape, generator=generator, dtype=dtype), shapes, is_leaf=is_shape)
-
-
-def local(tree):
-    return optree.tree_map(lambda x: x.local if is_sharded(x) else x, tree, is_leaf=is_sharded)
-
-
-def leaves(tree):
-    return [x for x in optree.tree_leaves(local(tree)) if isinstance(x, torch.Tensor)]
-
-
-def same_bits(left, right):
-    return all(torch.equal(a, b) for a, b in zip(leaves(left), leaves(right), strict=True))
-
-
-def mesh_of_one():
-    return hp.make_mesh((1,), ("shard",))
 
 
 def train(optimizer, params, dtype, num_steps=12):
@@ -128,7 +102,10 @@ def test_adamw_is_the_chain_of_its_parts():
 def test_a_mask_chooses_what_decays():
     params = random_tree(0)
     no_gradient = optree.tree_map(torch.zeros_like, params)
-    mask = lambda tree: optree.tree_map(lambda x: x.ndim > 1, tree)  # noqa: E731
+
+    def mask(tree: Any) -> Any:
+        return optree.tree_map(lambda x: x.ndim > 1, tree)
+
     for chosen in (mask, mask(params)):
         for optimizer in (optim.adamw(0.5, weight_decay=0.5, mask=chosen), optim.add_decayed_weights(-0.0, chosen)):
             updates, _ = optimizer.update(no_gradient, optimizer.init(params), params)
@@ -251,8 +228,11 @@ def test_a_step_lowers_without_values(name):
     optimizer, mesh = OPTIMIZERS[name](), mesh_of_one()
     params, grads = (hp.shard(random_tree(seed), mesh, hp.P("shard")) for seed in (0, 1))
     state = optimizer.init(params)
-    make_step(optimizer, donate_argnums=(0, 1)).lower(params, state, grads)
+    step = make_step(optimizer, donate_argnums=(0, 1))
+    lowered = step.lower(params, state, grads)
     assert same_bits(params, random_tree(0))
+    step(params, state, grads)
+    assert lowered.program.fingerprint == step.last_schedule.program.fingerprint
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -322,7 +302,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(name):
+def test_what_is_refused_is_said(name):
     call, expected = ERRORS[name]
     got = outcome(call)
     assert got == expected if name != "mask" else got.startswith(expected)

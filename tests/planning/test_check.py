@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,8 @@ from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from hpfunc.planning.program import Event, Program, Unit
 from hpfunc.planning.schedule import Schedule
-from tests.planning.mutants import flat, put, rebuilt
+from tests.planning.edits import changed, left_out, named, place_of, rebuffered, region
+from tests.planning.mutants import flat, rebuilt
 from tests.planning.programs import STEP, layers, stack, weight
 
 FSDP = {"shard": 4}
@@ -28,37 +28,11 @@ def texts(schedule: Schedule) -> list[str]:
     return [str(violation) for violation in find_violations(schedule)]
 
 
-def changed(schedule: Schedule, name: str, /, **fields: Any) -> Schedule:
-    """Returns the schedule with other fields in the op of a name."""
-    place, op = next((place, op) for place, (_, op) in enumerate(flat(schedule)) if op.name == name)
-    return put(schedule, place, replace(op, **fields))
-
-
-def rebuffered(schedule: Schedule, name: str, /, **fields: Any) -> Schedule:
-    """Returns the schedule with other fields in the buffer of a name."""
-    buffers = tuple(replace(b, **fields) if b.name == name else b for b in schedule.buffers)
-    return replace(schedule, buffers=buffers)
-
-
-def without(schedule: Schedule, name: str) -> Schedule:
-    """Returns the schedule without an op, with the waits that the others need."""
-    return rebuilt(schedule, [(index, op) for index, op in flat(schedule) if op.name != name], waits=True)
-
-
 def with_op(schedule: Schedule, after: str, op: Op, *, waits: bool = True) -> Schedule:
     """Returns the schedule with one more op."""
     ops = flat(schedule)
-    place = next(place for place, (_, other) in enumerate(ops) if other.name == after)
+    place = place_of(schedule, after)
     return rebuilt(schedule, [*ops[: place + 1], (ops[place][0], op), *ops[place + 1 :]], waits=waits)
-
-
-def buffer(schedule: Schedule, name: str) -> Region:
-    index = next(index for index, buffer in enumerate(schedule.buffers) if buffer.name == name)
-    return Region(index, 0, schedule.buffers[index].numel)
-
-
-def op(schedule: Schedule, name: str) -> Any:
-    return next(op for op in schedule.ops if op.name == name)
 
 
 TWO = plan(layers(2, FSDP), Policy())
@@ -103,7 +77,7 @@ MALFORMED: dict[str, Callable[[], Schedule]] = {
     "whole w0: 2 buffers have this name": lambda: rebuffered(TWO, "whole w1", name="whole w0"),
     "slots: are not in the order of the events, each at most once": lambda: replace(TWO, slots=TWO.slots[::-1]),
     "forward layer0: is not the last op before its event": lambda: changed(TWO, "forward layer0", event=1),
-    "forward layer0: has no Compute before it": lambda: without(TWO, "forward layer0"),
+    "forward layer0: has no Compute before it": lambda: left_out(TWO, "forward layer0"),
     "deliver w1: is on stream gather, not on compute": lambda: changed(TWO, "deliver w1", stream="gather"),
     "reduce_scatter layer0: uses reduce_scatter@shard on stream gather, "
     "which is used on stream reduce_scatter before": lambda: changed(TWO, "reduce_scatter layer0", stream="gather"),
@@ -113,7 +87,7 @@ MALFORMED: dict[str, Callable[[], Schedule]] = {
     "deliver w1: names buffer 99, which does not exist": lambda: changed(TWO, "deliver w1", region=Region(99, 0, 1)),
     "deliver w1: names weight 9, which does not exist": lambda: changed(TWO, "deliver w1", weight=9),
     "deliver w1: reaches beyond its buffer: reduce layer1[1:1025]": lambda: changed(
-        TWO, "deliver w1", region=buffer(TWO, "reduce layer1")._replace(start=1, stop=1025)
+        TWO, "deliver w1", region=region(TWO, "reduce layer1")._replace(start=1, stop=1025)
     ),
     "gather layer0: all_to_all over 4 ranks from shard w0 into whole w0 cannot be": lambda: changed(
         TWO, "gather layer0", collective="all_to_all"
@@ -127,7 +101,7 @@ MALFORMED: dict[str, Callable[[], Schedule]] = {
         BOTH, "sum layer1", parts=3
     ),
     "accumulate w: accumulate cannot have 1 reads and 1 writes of these sizes": lambda: changed(
-        TIED, "accumulate w", reads=op(TIED, "accumulate w").reads[:1]
+        TIED, "accumulate w", reads=named(TIED, "accumulate w").reads[:1]
     ),
     "pack layer0: pack_shards cannot have 2 reads and 1 writes of these sizes": lambda: changed(
         SMALL, "pack layer0", weights=(0,)
@@ -136,7 +110,7 @@ MALFORMED: dict[str, Callable[[], Schedule]] = {
         SMALL, "unpack layer0", weights=(0,)
     ),
     "zero layer0: zero cannot have 1 reads and 1 writes of these sizes": lambda: changed(
-        SMALL, "zero layer0", reads=op(SMALL, "zero layer0").writes
+        SMALL, "zero layer0", reads=named(SMALL, "zero layer0").writes
     ),
 }
 
@@ -151,8 +125,8 @@ def test_what_is_malformed_is_named(text: str) -> None:
 
 def early_free() -> Schedule:
     """Returns a schedule that frees a whole weight before it is used."""
-    moved = op(TWO, "free whole w0")
-    return with_op(without(TWO, moved.name), "gather layer0", replace(moved, waits=()), waits=False)
+    moved = named(TWO, "free whole w0")
+    return with_op(left_out(TWO, moved.name), "gather layer0", replace(moved, waits=()), waits=False)
 
 
 UNSAFE: dict[str, Callable[[], Schedule]] = {
@@ -176,26 +150,26 @@ UNSAFE: dict[str, Callable[[], Schedule]] = {
     ),
     "forward layer0: uses whole w0 after free whole w0": early_free,
     "free again: uses whole w0 after free whole w0": lambda: with_op(
-        TWO, "free whole w0", replace(op(TWO, "free whole w0"), name="free again")
+        TWO, "free whole w0", replace(named(TWO, "free whole w0"), name="free again")
     ),
     "free reduce: uses reduce layer1 after deliver w1": lambda: with_op(
-        TWO, "deliver w1", Free("free reduce", buffer(TWO, "reduce layer1").buffer, "reduce_scatter")
+        TWO, "deliver w1", Free("free reduce", region(TWO, "reduce layer1").buffer, "reduce_scatter")
     ),
     "scale again: uses reduce layer1 after deliver w1": lambda: with_op(
-        TWO, "deliver w1", replace(op(TWO, "scale layer1"), name="scale again")
+        TWO, "deliver w1", replace(named(TWO, "scale layer1"), name="scale again")
     ),
     "gather layer1: writes shard w0, which belongs to the caller": lambda: changed(
         rebuffered(TWO, "shard w0", numel=4096),
         "gather layer1",
-        writes=(Region(buffer(TWO, "shard w0").buffer, 0, 4096),),
+        writes=(Region(region(TWO, "shard w0").buffer, 0, 4096),),
     ),
     "free shard: frees shard w0, which belongs to the caller": lambda: with_op(
-        TWO, "free whole w0", Free("free shard", buffer(TWO, "shard w0").buffer, "gather")
+        TWO, "free whole w0", Free("free shard", region(TWO, "shard w0").buffer, "gather")
     ),
     "deliver w1: delivers shard w0, which belongs to the caller": lambda: changed(
-        TWO, "deliver w1", region=buffer(TWO, "shard w0")
+        TWO, "deliver w1", region=region(TWO, "shard w0")
     ),
-    "whole w0: this buffer is neither freed nor delivered": lambda: without(
+    "whole w0: this buffer is neither freed nor delivered": lambda: left_out(
         plan(layers(2, FSDP), Policy(release="never")), "free whole w0"
     ),
     "gradient w0: this buffer is never written": lambda: changed(TWO, "backward layer0", writes=()),
@@ -208,10 +182,10 @@ UNSAFE: dict[str, Callable[[], Schedule]] = {
     "gather layer0: begins whole w0 on stream gather, which belongs to stream all_reduce": lambda: rebuffered(
         TWO, "whole w0", stream="all_reduce"
     ),
-    "begin: the first op is not the caller's": lambda: without(TWO, "begin"),
+    "begin: the first op is not the caller's": lambda: left_out(TWO, "begin"),
     "gather layer0: is not ordered after the beginning of the step": lambda: changed(TWO, "gather layer0", waits=()),
     "gather layer0: uses shard w0, but is not ordered after begin": lambda: changed(TWO, "gather layer0", waits=()),
-    "shard w0: this buffer is not handed back to the caller": lambda: without(TWO, "end"),
+    "shard w0: this buffer is not handed back to the caller": lambda: left_out(TWO, "end"),
     "zero layer0: begins reduce layer0 on stream reduce_scatter, but is not ordered after what the caller has done": (
         lambda: changed(plan(layers(2, HSDP, 100), Policy()), "zero layer0", waits=())
     ),
@@ -220,18 +194,18 @@ UNSAFE: dict[str, Callable[[], Schedule]] = {
     "scale: writes gradient w1, which is only borrowed from autograd": lambda: with_op(
         TWO,
         "reduce_scatter layer1",
-        Local("scale", "scale", "compute", *[(buffer(TWO, "gradient w1"),)] * 2, divisor=2),
+        Local("scale", "scale", "compute", *[(region(TWO, "gradient w1"),)] * 2, divisor=2),
     ),
     "deliver w1: delivers gradient w1, which is only borrowed from autograd": lambda: changed(
-        TWO, "deliver w1", region=buffer(TWO, "gradient w1")._replace(stop=1024)
+        TWO, "deliver w1", region=region(TWO, "gradient w1")._replace(stop=1024)
     ),
     "begin: writes whole w0, which belongs to the schedule": lambda: changed(
-        TWO, "begin", writes=(buffer(TWO, "whole w0"),)
+        TWO, "begin", writes=(region(TWO, "whole w0"),)
     ),
     "copy: writes gradient w1, which it also reads, or writes it twice": lambda: with_op(
         TWO,
         "free whole w1",
-        Local("copy", "copy", "compute", (buffer(TWO, "gradient w1"),), (buffer(TWO, "gradient w1"),)),
+        Local("copy", "copy", "compute", (region(TWO, "gradient w1"),), (region(TWO, "gradient w1"),)),
     ),
 }
 
@@ -245,48 +219,48 @@ def test_what_is_unsafe_is_named(text: str) -> None:
 
 
 def swapped(schedule: Schedule, name: str, side: str) -> Schedule:
-    return changed(schedule, name, **{side: tuple(reversed(getattr(op(schedule, name), side)))})
+    return changed(schedule, name, **{side: tuple(reversed(getattr(named(schedule, name), side)))})
 
 
 def exchanged_gradients() -> Schedule:
     """Returns a schedule that delivers to each of two weights the gradient of the other."""
-    half = changed(BOTH, "deliver w1", region=buffer(BOTH, "reduce layer0"))
-    return changed(half, "deliver w0", region=buffer(BOTH, "reduce layer1"))
+    half = changed(BOTH, "deliver w1", region=region(BOTH, "reduce layer0"))
+    return changed(half, "deliver w0", region=region(BOTH, "reduce layer1"))
 
 
 UNEVEN = plan(layers(2, FSDP, 4097, even=False), Policy(pack_below_bytes=0))
 SIX = plan(layers(1, HSDP3), Policy())
 ROUNDED = plan(layers(1, FSDP, reduce_dtype="bfloat16"), Policy())
-OUTPUT = buffer(ROUNDED, "output w0")
+OUTPUT = region(ROUNDED, "output w0")
 PAIR = plan(stack((weight("a", 4096, FSDP), weight("b", 4096, FSDP))), Policy(pack_below_bytes=0))
 
 WRONG: dict[str, Callable[[], Schedule]] = {
     "forward layer0: reads from whole a what is not the whole of a": lambda: swapped(PAIR, "gather layer0", "writes"),
     "forward layer0: reads from whole b what is not the whole of a": lambda: swapped(PAIR, "forward layer0", "reads"),
     "forward layer0: needs 1 reads and 0 writes": lambda: changed(TWO, "forward layer0", reads=()),
-    "forward layer0: reads elements of whole w0 that were never written": lambda: without(TWO, "gather layer0"),
-    "deliver w1: delivers for w1 what is not its gradient: divided is 1, not 4": lambda: without(TWO, "scale layer1"),
+    "forward layer0: reads elements of whole w0 that were never written": lambda: left_out(TWO, "gather layer0"),
+    "deliver w1: delivers for w1 what is not its gradient: divided is 1, not 4": lambda: left_out(TWO, "scale layer1"),
     "deliver w1: delivers for w1 what is not its gradient: divided is 3, not 4": lambda: changed(
         TWO, "scale layer1", divisor=3
     ),
     "deliver w1: delivers for w1 what is not its gradient: summed is ['shard'], "
-    "not ['replicate', 'shard']; early is True, not False": lambda: without(
+    "not ['replicate', 'shard']; early is True, not False": lambda: left_out(
         plan(layers(2, HSDP), Policy()), "all_reduce layer1"
     ),
     "deliver w1: delivers for w1 what is not its gradient: weight is 0, not 1; "
     "uses is (((3, 0),),), not (((2, 0),),)": exchanged_gradients,
     "deliver w: delivers for w what is not its gradient: uses is (((3, 0),),), not (((2, 0), (3, 0)),)": lambda: (
         changed(
-            without(without(TIED, "accumulate w"), "free gradient w#2"),
+            left_out(left_out(TIED, "accumulate w"), "free gradient w#2"),
             "reduce_scatter layer",
-            reads=op(TIED, "accumulate w").reads[1:],
+            reads=named(TIED, "accumulate w").reads[1:],
         )
     ),
     "all_reduce again: sums gradient of weight 1 over ('replicate',), which is not due": lambda: with_op(
-        BOTH, "all_reduce layer1", replace(op(BOTH, "all_reduce layer1"), name="all_reduce again")
+        BOTH, "all_reduce layer1", replace(named(BOTH, "all_reduce layer1"), name="all_reduce again")
     ),
     "accumulate w: does not add one gradient to those before it": lambda: changed(
-        KEPT, "accumulate w", reads=(buffer(KEPT, "whole w"), op(KEPT, "accumulate w").reads[1])
+        KEPT, "accumulate w", reads=(region(KEPT, "whole w"), named(KEPT, "accumulate w").reads[1])
     ),
     "accumulate w#2: does not add one gradient to those before it": lambda: swapped(KEPT, "accumulate w#2", "reads"),
     "accumulate w: adds what is not the whole gradient of v": lambda: changed(KEPT, "accumulate w", weights=(1,)),
@@ -297,18 +271,18 @@ WRONG: dict[str, Callable[[], Schedule]] = {
     "pack gradient layer0: does not read the whole gradient of b": lambda: swapped(
         SMALL, "pack gradient layer0", "weights"
     ),
-    "w1: its gradient of backward 0 is never delivered": lambda: without(TWO, "deliver w1"),
+    "w1: its gradient of backward 0 is never delivered": lambda: left_out(TWO, "deliver w1"),
     "deliver again: delivers the gradient of w1 a second time": lambda: with_op(
-        TWO, "deliver w1", replace(op(TWO, "deliver w1"), name="deliver again")
+        TWO, "deliver w1", replace(named(TWO, "deliver w1"), name="deliver again")
     ),
     "gather layer0: gathers the shard of w0, which is not padded yet": lambda: changed(
-        UNEVEN, "gather layer0", reads=op(UNEVEN, "pack w0").reads
+        UNEVEN, "gather layer0", reads=named(UNEVEN, "pack w0").reads
     ),
     "deliver w0: delivers for w0 what is not its gradient: "
     "divided is 2 in float32 and 3 in float32, not 6 in float32": lambda: with_op(
         changed(SIX, "scale layer0", divisor=2),
         "scale layer0",
-        replace(op(SIX, "scale layer0"), name="scale again", divisor=3),
+        replace(named(SIX, "scale layer0"), name="scale again", divisor=3),
     ),
     "deliver w0: delivers for w0 what is not its gradient: divided is 4 in float32, not 4 in bfloat16": lambda: with_op(
         changed(ROUNDED, "scale layer0", divisor=1),
@@ -319,7 +293,7 @@ WRONG: dict[str, Callable[[], Schedule]] = {
         with_op(
             TWO,
             "gather layer0",
-            Local("scale whole", "scale", "gather", (buffer(TWO, "whole w0"),), (buffer(TWO, "whole w0"),)),
+            Local("scale whole", "scale", "gather", (region(TWO, "whole w0"),), (region(TWO, "whole w0"),)),
         )
     ),
 }
@@ -334,7 +308,7 @@ def test_no_element_is_read_of_what_nobody_has_written() -> None:
     """There is no memory of which it could be."""
     program = stack((weight("w0", 0, FSDP),), (weight("w1", 4096, FSDP),))
     empty = plan(program, Policy())
-    early = changed(empty, "forward layer0", reads=(buffer(empty, "gradient w1")._replace(stop=0),))
+    early = changed(empty, "forward layer0", reads=(region(empty, "gradient w1")._replace(stop=0),))
     assert texts(early) == ["forward layer0: reads gradient w1, which nobody has written"]
 
 
@@ -343,8 +317,8 @@ def test_weights_without_elements_have_their_dtype() -> None:
     program = stack((weight("w0", 0, FSDP, dtype="bfloat16"),), (weight("w1", 64, FSDP, dtype="bfloat16"),))
     empty = plan(program, Policy())
     assert find_violations(empty) == ()
-    shard, output = (buffer(empty, name)._replace(stop=0) for name in ("shard w0", "whole w1"))
-    assert texts(changed(empty, "forward layer0", reads=(shard,), waits=op(empty, "forward layer0").waits)) == [
+    shard, output = (region(empty, name)._replace(stop=0) for name in ("shard w0", "whole w1"))
+    assert texts(changed(empty, "forward layer0", reads=(shard,), waits=named(empty, "forward layer0").waits)) == [
         "forward layer0: takes bfloat16 from shard w0, which is float32"
     ]
     late = texts(changed(empty, "deliver w0", region=output))
@@ -353,7 +327,7 @@ def test_weights_without_elements_have_their_dtype() -> None:
 
 def test_what_follows_from_a_mistake_is_not_reported_again() -> None:
     """The gradients of a backward that has read nothing are not blamed on those that use them."""
-    assert texts(without(TWO, "gather layer0")) == [
+    assert texts(left_out(TWO, "gather layer0")) == [
         "free whole w0: gives whole w0 away, which nobody has written",
         "whole w0: this buffer is never written",
         "forward layer0: reads elements of whole w0 that were never written",
@@ -362,7 +336,7 @@ def test_what_follows_from_a_mistake_is_not_reported_again() -> None:
 
 
 def test_the_error_lists_every_violation() -> None:
-    broken = changed(without(TWO, "scale layer1"), "scale layer0", divisor=2)
+    broken = changed(left_out(TWO, "scale layer1"), "scale layer0", divisor=2)
     with pytest.raises(ScheduleError) as caught:
         check(broken)
     assert str(caught.value).splitlines() == [

@@ -5,39 +5,18 @@ When a change of the planner is meant, write the files anew and read their diff:
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpfunc.planning.checking.checker import check
-from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from hpfunc.planning.schedule import Schedule
-from tests.planning.programs import three_units, two_backwards
+from tests.helpers.golden import assert_golden
+from tests.planning.schedules import SCHEDULES
 
 GOLDEN = Path(__file__).parent / "golden"
-MESHES = {"fsdp": {"shard": 4}, "hsdp": {"replicate": 2, "shard": 2}, "hsdp3": {"replicate": 3, "shard": 2}}
-SCHEDULES = {
-    f"{mesh}_{backend}": plan(three_units(sizes), Policy(), Traits(ordered_sums=backend == "ordered"))
-    for mesh, sizes in MESHES.items()
-    for backend in ("native", "ordered")
-}
-SCHEDULES["fsdp_packed"] = plan(three_units(MESHES["fsdp"]), Policy(prefetch=2, pack_below_bytes=float("inf")))
-SCHEDULES["hsdp_one_bucket"] = plan(three_units(MESHES["hsdp"]), Policy(reduce_bucket_bytes=float("inf")))
-SCHEDULES["hsdp_carried_shards"] = plan(two_backwards(MESHES["hsdp"], "shards"), Policy())
-SCHEDULES["hsdp_carried_wholes"] = plan(two_backwards(MESHES["hsdp"], "wholes"), Policy.zero2())
-SCHEDULES["hsdp_carried_bfloat16"] = plan(
-    two_backwards(MESHES["hsdp"], "shards", reduce_dtype="bfloat16"), Policy.zero1(reduce_bucket_bytes=1 << 20)
-)
-
-
-def assert_golden(text: str, path: Path) -> None:
-    """Asserts that a text is what a file says; writes the file if HPFUNC_UPDATE_GOLDEN is set."""
-    if os.environ.get("HPFUNC_UPDATE_GOLDEN"):
-        path.write_text(text + "\n")
-    assert path.read_text() == text + "\n", f"{path} differs; see the docstring of this test"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -15,6 +15,7 @@ from hpfunc.planning.planner import Traits, plan
 from hpfunc.planning.policy import Policy
 from hpfunc.planning.program import Weight
 from hpfunc.planning.schedule import Schedule
+from tests.planning.edits import changed
 from tests.planning.mutants import NUM_STEPS, flat, put
 from tests.planning.programs import layers, weight
 
@@ -30,18 +31,13 @@ def shows(schedule: Schedule, mesh: dict[str, int], num_timings: int = 20) -> bo
     return any(not all(map(Outcome.agrees, found, wanted * NUM_STEPS)) for found in runs)
 
 
-def without_waits(schedule: Schedule, name: str) -> Schedule:
-    place = [op.name for _, op in flat(schedule)].index(name)
-    return put(schedule, place, replace(flat(schedule)[place][1], waits=()))
-
-
 BOTH = plan(layers(3, HSDP, 64), Policy(), Traits(ordered_sums=True))
 
 
 @pytest.mark.parametrize("name", sorted(op.name for op in BOTH.ops if op.waits))
 def test_every_missing_wait_shows(name: str) -> None:
     assert not shows(BOTH, HSDP)
-    assert shows(without_waits(BOTH, name), HSDP, 50)
+    assert shows(changed(BOTH, name, waits=()), HSDP, 50)
 
 
 def test_a_wait_for_what_comes_later_is_a_deadlock() -> None:
@@ -72,7 +68,7 @@ def test_a_gradient_that_is_written_after_its_delivery_shows() -> None:
 
 
 def test_the_same_timing_is_the_same_run() -> None:
-    torn = without_waits(BOTH, "forward layer0")
+    torn = changed(BOTH, "forward layer0", waits=())
     one, two = (interpret(torn, World(torn.program, HSDP), 3) for _ in range(2))
     assert [outcome.observations.keys() for outcome in one] == [outcome.observations.keys() for outcome in two]
     assert str(one) == str(two)

@@ -19,7 +19,7 @@ from hpfunc.planning.program import Event, Program, Unit
 from hpfunc.planning.schedule import Schedule
 from tests.planning.mutants import mutants
 from tests.planning.programs import Case, cases, edge_cases, layers, weight
-from tests.planning.test_golden import SCHEDULES
+from tests.planning.schedules import SCHEDULES
 
 HSDP = {"replicate": 2, "shard": 2}
 THREE = SCHEDULES["hsdp_native"]

@@ -51,9 +51,9 @@ def test_a_policy_refuses_what_is_out_of_range(fields: dict[str, Any], text: str
 
 def test_values_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        Policy().prefetch = 2  # type: ignore[misc]
+        Policy().prefetch = 2  # pyright: ignore[reportAttributeAccessIssue] - it is refused
     with pytest.raises(AttributeError):
-        Region(0, 0, 1).start = 1  # type: ignore[misc]
+        Region(0, 0, 1).start = 1  # pyright: ignore[reportAttributeAccessIssue] - it is refused
 
 
 def test_equal_programs_have_equal_fingerprints_and_plans() -> None:
@@ -91,7 +91,7 @@ def test_regions_overlap_in_one_buffer_only() -> None:
     ("dtype", "size"),
     [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2), ("int8", 1), ("bool", 1), ("float8_e5m2", 1)],
 )
-def test_itemsize(dtype: str, size: int) -> None:
+def test_a_dtype_has_its_size_and_so_has_a_buffer(dtype: str, size: int) -> None:
     assert itemsize(dtype) == size
     assert Buffer("b", "send", 3, dtype, "gather").size_bytes == 3 * size
 

@@ -19,11 +19,10 @@ from hpfunc._running.agreement import control
 from hpfunc.backends import get
 from hpfunc.planning.ops import Launch
 from hpfunc.planning.planner import plan
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.planning.programs import layers as planned_layers
-from tests.steps.test_execute import local_leaves
-from tests.steps.test_parity import assert_same_bits
 
 HSDP = ("replicate", "shard")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 import pytest
 import torch
 from hypothesis import Phase, example, given, settings
@@ -15,65 +13,16 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from tests.helpers import frameworks as ops
-from tests.helpers.frameworks import to_framework, to_torch
-from tests.helpers.models import Layout, Model, P, layouts, models, policies, reference, sgd
+from tests.helpers.accumulation import NUMERICS, Run, one_big_batch, train
+from tests.helpers.chain import layers
+from tests.helpers.frameworks import to_framework
+from tests.helpers.leaves import assert_close, assert_same_bits, local_leaves
+from tests.helpers.models import Layout, Model, P, layouts, models, policies
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_execute import layers, local_leaves
-from tests.steps.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
 EXAMPLES = settings(max_examples=10, phases=[Phase.explicit, Phase.generate], deadline=None)
-STEPS = 2
 REPLICATED = Layout((2, 2), ("replicate", "shard"), P("shard"), P("shard"))  # each draw may do without
-
-
-@dataclass(frozen=True)
-class Run:
-    """How to accumulate."""
-
-    num_microbatches: int
-    mode: Any
-    policy: hp.Policy | None
-    numerics: hp.Numerics = field(default_factory=hp.Numerics)
-    dtype: torch.dtype = torch.float64
-
-
-def train(rank: int, model: Model, layout: Layout, run: Run) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
-    """Returns the local gradients of the last step, the whole weights after it, and whether it was planned.
-
-    In float64 the losses are judged, too.
-    """
-    mesh = mesh_of(layout.shape, layout.names)
-    weights = to_framework(model.weights(run.dtype))
-    params = hp.shard(weights, mesh, layout.specs(weights))
-    loss = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=run.numerics)
-    grad_fn = hp.accumulate(loss, run.num_microbatches, mode=run.mode)
-    step: Any = grad_fn if run.policy is None else hp.sharded(grad_fn, mesh, policy=run.policy, debug=True)
-    grads: Any = None
-    for number in range(STEPS):
-        batch = torch.cat([model.batch(rank, 10 * number + k, run.dtype) for k in range(run.num_microbatches)])
-        value, grads = step(params, to_framework(batch))
-        if run.dtype == torch.float64:
-            assert torch.allclose(to_torch(value), model.loss(to_torch(hp.unshard(params, mesh.axis_names)), batch))
-            params = sgd(params, grads)
-        else:  # gradients are of `Numerics.accum_dtype`
-            params = sgd(params, optree.tree_map(lambda g: g.float(), grads))
-    return (
-        optree.tree_leaves(to_torch(grads)),
-        optree.tree_leaves(to_torch(hp.unshard(params, mesh.axis_names))),
-        run.policy is not None and step.followed_plan,
-    )
-
-
-def one_big_batch(model: Model, num_ranks: int, num_microbatches: int) -> list[torch.Tensor]:
-    """As `tests.helpers.models.reference`, with a batch that is as large as all micro-batches together."""
-
-    class Big(Model):
-        def batch(self, rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.cat([model.batch(rank, 10 * step + k, dtype) for k in range(num_microbatches)])
-
-    fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
-    return reference(Big(**fields), num_ranks, STEPS)
 
 
 @EXAMPLES
@@ -94,16 +43,6 @@ def test_micro_batches_equal_one_big_batch(
     for _, weights, followed in results:
         assert_close(weights, want, 1e-12)
         assert followed == (policy is not None)
-
-
-NUMERICS = [
-    hp.Numerics(),
-    hp.Numerics(param_dtype="bfloat16"),
-    hp.Numerics(param_dtype="bfloat16", reduce_dtype="float32", accum_dtype="float32", cast_inputs=True),
-    hp.Numerics(reduce_dtype="bfloat16", accum_dtype="float64"),
-    hp.Numerics(reduce_dtype="float16", reduce_op="sum"),
-    hp.Numerics(accum_dtype="bfloat16", output_dtype="float32"),
-]
 
 
 @EXAMPLES

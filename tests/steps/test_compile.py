@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hpfunc as hp
 from hpfunc.backends import get
+from tests.helpers.chain import WAYS, D, data, layers
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import P
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_execute import D, data, layers, local_leaves
-from tests.steps.test_parity import assert_same_bits
-from tests.steps.test_recompute import WAYS
+from tests.helpers.waiting import settled
 
 pytestmark = pytest.mark.processes
 LAYERS = 12  # more than `recompile_limit`, which all calls of one function share
@@ -55,8 +54,7 @@ def compiled(rank: int, way: str, planned: bool) -> tuple[list[torch.Tensor], li
             for p in (*trained[:6], frozen, *trained[6:]):
                 x = unit(p, x)
             gc.collect()
-            time.sleep(0.01)  # a thread of gloo holds the tensors of a finished work for up to 2 ms
-            num_live[0] = sum(not ref.expired() for ref in live)
+            num_live[0] = settled(lambda: sum(not ref.expired() for ref in live), lambda number: number <= planned)
             return x.square().mean()
 
         run: Any = hp.value_and_grad(loss)
@@ -197,7 +195,7 @@ def one_graph(rank: int, place: str) -> str:
     mesh = mesh_of((2,), ("shard",))
     params = hp.shard(layers(3), mesh, P("shard"))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # Dynamo warns of what it does not trace
         parts = Parts(mesh, lambda fn: torch.compile(fn, backend="aot_eager", fullgraph=True), place)
         return outcome(getattr(parts, place), params[0] if place == "unit" else params, data(rank))
 

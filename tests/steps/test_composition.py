@@ -14,9 +14,9 @@ import hpfunc as hp
 from hpfunc.planning.ops import Launch
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_close, assert_same_bits
 from tests.helpers.models import sgd
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
 WIDTH, EXPERTS, TOKENS, LAYERS, STEPS = 4, 4, 8, 2, 2

@@ -18,54 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
 from hpfunc.backends import Counters, get
 from tests.helpers import frameworks as ops
+from tests.helpers.chain import D, chain, data, layer, layer_unit, layers, step
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import Layout, Model, P
 from tests.helpers.peak_memory import peak_memory
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_parity import assert_same_bits
+from tests.helpers.waiting import settled
 
 pytestmark = pytest.mark.processes
-D = 32
-
-
-def is_sharded(x: Any) -> bool:
-    return isinstance(x, hp.ShardedArray)
-
-
-def local_leaves(tree: Any) -> list[torch.Tensor]:
-    return to_torch([leaf.local for leaf in optree.tree_leaves(tree, is_leaf=is_sharded)])
-
-
-def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ops.tanh(ops.linear(x, p["w"], p["b"]))
-
-
-def layers(count: int, width: int = D) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    tree = [
-        {"w": torch.randn(width, width, generator=generator) / 6, "b": torch.randn(width, generator=generator)}
-        for _ in range(count)
-    ]
-    return to_framework(tree)
-
-
-layer_unit = hp.unit(layer)
-
-
-def chain(params: Any, x: torch.Tensor, call: Callable[..., Any] = layer_unit) -> torch.Tensor:
-    for p in params:
-        x = call(p, x)
-    return x.square().mean()
-
-
-def step(params: Any, x: torch.Tensor) -> Any:
-    return hp.value_and_grad(chain)(params, x)
-
-
-def data(rank: int, width: int = D) -> torch.Tensor:
-    return to_framework(torch.randn(4, width, generator=torch.Generator().manual_seed(7 + rank)))
 
 
 # --- nothing is copied ----------------------------------------------------------------------------------------------
@@ -171,13 +135,16 @@ def whole_units(rank: int, policy: hp.Policy) -> list[int]:
     live: dict[StorageWeakRef, int] = {}
     counts: list[int] = []
     empty = backend.empty
+    most = policy.prefetch + 1 if policy.release == "forward" else len(sizes)
+
+    def num_live() -> int:
+        return len({n for ref, n in live.items() if not ref.expired()})
 
     def watch(shape: Any, dtype: str, device: str, *, zero: bool = False) -> Any:
         out = empty(shape, dtype, device, zero=zero)
         if dtype == "float32" and out.numel() in [n * n for n in sizes]:
             live[StorageWeakRef(out.untyped_storage())] = out.numel()
-            time.sleep(0.005)  # a thread of gloo holds the tensors of a finished work for up to 2 ms
-            counts.append(len({n for ref, n in live.items() if not ref.expired()}))
+            counts.append(settled(num_live, lambda number: number <= most))
         return out
 
     backend.empty = watch
@@ -537,8 +504,7 @@ def kept_by_past_steps(rank: int, planned: bool) -> list[str]:
             refs += [("gradient", StorageWeakRef(x.untyped_storage())) for x in local_leaves(grads)]
             refs.append(("loss", StorageWeakRef(loss.untyped_storage())))
             del loss, grads
-        time.sleep(0.01)
-        return [name for name, ref in refs if not ref.expired()]
+        return settled(lambda: [name for name, ref in refs if not ref.expired()], lambda names: not names)
     finally:
         gc.enable()
 
@@ -554,6 +520,15 @@ def objects_of_steps() -> Counter[str]:
     return Counter({name: names[name] for name in ("Session", "Run", "Use", "Planned", "TorchTape", "MindSporeTape")})
 
 
+def more_than(before: Counter[str]) -> dict[str, int]:
+    """Returns how many more objects of steps there are than before."""
+
+    def more() -> dict[str, int]:
+        return {name: number - before[name] for name, number in objects_of_steps().items()}
+
+    return settled(more, lambda found: max(found.values()) <= 0)
+
+
 def objects_of_past_steps(rank: int) -> dict[str, int]:
     """Returns how many more there are than before: a step of another test that failed may have left some."""
     before = objects_of_steps()
@@ -562,9 +537,7 @@ def objects_of_past_steps(rank: int) -> dict[str, int]:
     run = hp.sharded(step, mesh)
     for _ in range(5):
         run(params, data(rank))
-    time.sleep(0.01)  # a thread of gloo may still hold the last work
-    after = objects_of_steps()
-    return {name: after[name] - before[name] for name in after}
+    return more_than(before)
 
 
 def test_the_objects_of_a_step_die_with_it(pool: Callable[[int], Pool]) -> None:
@@ -600,9 +573,7 @@ def failed_steps(rank: int, planned: bool, place: str) -> dict[str, int]:
         outcome(run, params, data(rank))
     fails[0] = False
     run(params, data(rank))
-    time.sleep(0.01)
-    after = objects_of_steps()
-    return {name: after[name] - before[name] for name in after}
+    return more_than(before)
 
 
 @pytest.mark.parametrize("planned", [False, True])

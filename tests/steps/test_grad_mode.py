@@ -181,7 +181,6 @@ def made(rank: int, maker: Callable[..., Any], update: str, mode: str, planned: 
     return whole(params)
 
 
-@pytest.mark.filterwarnings("ignore:hpfunc.sharded. the whole model is one unit:hpfunc.HpfuncWarning")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("maker", MAKERS)
@@ -197,7 +196,7 @@ def quietly(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hp.HpfuncWarning)
+        warnings.simplefilter("ignore", hp.HpfuncWarning)  # the whole model is one unit
         return fn(rank, *args)
 
 

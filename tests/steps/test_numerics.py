@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits
 from tests.helpers.models import Layout, Model, P, layouts, models, policies
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_parity import assert_same_bits
 
 DTYPES = [None, "bfloat16", "float32", "float64"]
 numerics_of_any_kind = st.builds(

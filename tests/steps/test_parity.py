@@ -15,69 +15,15 @@ from hypothesis import strategies as st
 import hpfunc as hp
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
-from tests.helpers.models import Layout, Model, P, layouts, models, policies, reference, sgd
+from tests.helpers.leaves import assert_close, assert_same_bits
+from tests.helpers.models import Layout, Model, P, layouts, models, policies, reference
 from tests.helpers.ranks import Pool, mesh_of
+from tests.helpers.training import NUMERICS, STEPS, train
 
 pytestmark = pytest.mark.processes
-STEPS = 3
 HSDP = ("replicate", "shard")
 # Models are small as they are drawn, and an example that fails costs a new pool: no shrinking.
 EXAMPLES = settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
-
-
-def train(
-    rank: int,
-    model: Model,
-    layout: Layout,
-    policy: hp.Policy | None,
-    dtype: torch.dtype,
-    numerics: hp.Numerics,
-    num_steps: int = STEPS,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
-    """Returns the local gradients of the last step, the whole final weights, and whether the last step was planned."""
-    mesh = mesh_of(layout.shape, layout.names)
-    weights = to_framework(model.weights(dtype))
-    params = hp.shard(weights, mesh, layout.specs(weights))
-    grads: Any = None
-
-    def step(params: Any, batch: torch.Tensor) -> Any:
-        _, grads = hp.value_and_grad(lambda p, b: model.loss(p, b, hp.unit), numerics=numerics)(params, batch)
-        return grads
-
-    run = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
-    for number in range(num_steps):
-        grads = run(params, to_framework(model.batch(rank, number, dtype)))
-        params = sgd(params, grads)
-    followed = policy is not None and run.followed_plan  # type: ignore[union-attr]
-    wholes = hp.unshard(params, mesh.axis_names)
-    return optree.tree_leaves(to_torch(grads)), optree.tree_leaves(to_torch(wholes)), followed
-
-
-def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:
-    """Every leaf differs from the wanted one by at most `tolerance` of its norm."""
-    assert len(got) == len(want)
-    for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        error = (a.double() - b).norm() / b.norm().clamp_min(1e-12)
-        assert error <= tolerance, f"leaf {index} differs by {error:.1e}"
-
-
-def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert [x.dtype for x in got] == [x.dtype for x in want]
-    unequal = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.equal(a, b)]
-    assert not unequal, f"leaves {unequal} differ"
-
-
-def test_the_assert_helpers_fail_on_wrong_input() -> None:
-    right = [torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
-    assert_close(right, right, 0.0)
-    assert_same_bits(right, right)
-    for wrong in ([right[0] * (1 + 1e-9), right[1]], [right[0], right[1] + 1e-15]):
-        with pytest.raises(AssertionError):
-            assert_same_bits(wrong, right)
-        with pytest.raises(AssertionError):
-            assert_close(wrong, right, 1e-10)
-    with pytest.raises(AssertionError):
-        assert_same_bits([x.float() for x in right], right)
 
 
 ONE_TO_FOUR = [(1,), (2,), (3,), (2, 1), (1, 2), (2, 2), (3, 1), (4,)]
@@ -93,15 +39,6 @@ def test_training_matches_one_process(
     for _, weights, followed in results:
         assert_close(weights, want, 1e-12)
         assert followed == (policy is not None)
-
-
-NUMERICS = [
-    hp.Numerics(),
-    hp.Numerics(param_dtype="bfloat16"),
-    hp.Numerics(param_dtype="bfloat16", reduce_dtype="float32"),
-    hp.Numerics(reduce_dtype="float16"),
-    hp.Numerics(reduce_op="sum", reduce_dtype="float64"),
-]
 
 
 @EXAMPLES

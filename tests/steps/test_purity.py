@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
 from tests.helpers.models import Layout, Model, P, layouts, models, policies
 from tests.helpers.ranks import Pool, mesh_of
+from tests.helpers.waiting import settled
 from tests.helpers.zoo import bits
 
 pytestmark = pytest.mark.processes
@@ -187,7 +187,6 @@ def all_tensors() -> list[Any]:
 
 def live(others: list[Any]) -> tuple[int, int]:
     """The number and bytes of all storages that tensors of this process hold, but for some others."""
-    time.sleep(0.01)  # a thread of gloo holds the tensors of a finished work for up to 2 ms
     gc.collect()
     ids = set(map(id, others))
     found = [to_torch(x).untyped_storage() for x in all_tensors() if id(x) not in ids]
@@ -208,7 +207,8 @@ def grow(rank: int, shape: tuple[int, ...], policy: hp.Policy, keep: bool) -> tu
             kept.append(grads)
         del grads, loss
         if number in (2, 7, 11):
-            counts.append(live(others))
+            most = counts[-1] if counts else (0, 0)  # the first waits as long as it may
+            counts.append(settled(lambda: live(others), lambda found, most=most: keep or found <= most))
     errors = []
     for leaf in optree.tree_leaves(first, is_leaf=is_sharded):
         try:

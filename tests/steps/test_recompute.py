@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
 from tests.helpers import frameworks as ops
+from tests.helpers.chain import WAYS, D, again, data, layers
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits, local_leaves
 from tests.helpers.models import Layout, Model, P, layouts, models, policies
 from tests.helpers.ranks import Pool, mesh_of
 from tests.helpers.ranks import pool as pool_of
-from tests.steps.test_execute import D, data, layers, local_leaves
-from tests.steps.test_parity import EXAMPLES, assert_same_bits
+from tests.helpers.waiting import settled
 
 pytestmark = pytest.mark.processes
 LAYERS = 6
 Unit = Callable[..., Any]
-again: Any = partial(checkpoint, use_reentrant=False)
 
 
 # --- the same step, recomputed in many ways -------------------------------------------------------------------------
@@ -163,12 +161,6 @@ def test_recomputation_changes_no_bit_and_gathers_exactly(pool: Callable[[int], 
 
 
 # --- any model ------------------------------------------------------------------------------------------------------
-WAYS: dict[str, Callable[..., Any]] = {
-    "plain": hp.unit,
-    "remat": partial(hp.unit, remat=True),
-    "checkpoint": lambda fn: partial(again, hp.unit(fn)),
-    "checkpointed remat": lambda fn: partial(again, hp.unit(fn, remat=True)),
-}
 
 
 def model_gradients(
@@ -194,7 +186,7 @@ def model_gradients(
     return [to_torch(loss), *local_leaves(grads)], policy is None or run.followed_plan
 
 
-@settings(EXAMPLES, max_examples=12)
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])  # an example that fails costs a new pool
 @given(
     model=models(),
     layout=layouts([(2,), (3,), (2, 2)]),
@@ -240,12 +232,14 @@ class Storages(TorchDispatchMode):
 
     def live(self, num_bytes: int) -> int:
         """Returns how many storages of this size are alive."""
-        time.sleep(0.01)  # a thread of gloo holds the tensors of a finished work for up to 2 ms
         return sum(size == num_bytes and not ref.expired() for ref, size in self.made.items())
 
 
-def kept(rank: int, name: str, planned: bool) -> tuple[int, int, dict[str, int]]:
-    """Returns how many weights and activations are alive between forward and backward, and the counts of a step."""
+def kept(rank: int, name: str, planned: bool, num_weights: int) -> tuple[int, int, dict[str, int]]:
+    """Returns how many weights and activations are alive between forward and backward, and the counts of a step.
+
+    So many weights are to be alive: it waits until no more are.
+    """
     case = CASES[name]
     mesh = mesh_of((2,), ("shard",))
     params = hp.shard([{"w": p["w"], "b": p["b"]} for p in layers(LAYERS)], mesh, P("shard"))
@@ -256,7 +250,7 @@ def kept(rank: int, name: str, planned: bool) -> tuple[int, int, dict[str, int]]
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
         out = case.call(unit, params, x).sum()
         gc.collect()
-        alive.append((seen.live(4 * D * D), seen.live(4 * 4 * D)))
+        alive.append((settled(lambda: seen.live(4 * D * D), lambda n: n <= num_weights), seen.live(4 * 4 * D)))
         return out
 
     run: Any = hp.value_and_grad(loss)
@@ -283,7 +277,7 @@ def kept(rank: int, name: str, planned: bool) -> tuple[int, int, dict[str, int]]
 def test_nothing_of_the_inside_is_kept_and_it_is_computed_again(
     pool: Callable[[int], Pool], name: str, activations: int, runs: int, weights: int, planned: bool
 ) -> None:
-    for num_weights, num_activations, calls in pool(2).run(kept, name, planned):
+    for num_weights, num_activations, calls in pool(2).run(kept, name, planned, weights * planned):
         assert num_weights == weights * planned
         assert num_activations == activations
         assert calls["tanh"] == runs * LAYERS
@@ -291,7 +285,7 @@ def test_nothing_of_the_inside_is_kept_and_it_is_computed_again(
 
 def test_what_is_not_recomputed_is_kept(pool: Callable[[int], Pool]) -> None:
     """So the test above can fail."""
-    for num_weights, num_activations, calls in pool(2).run(kept, "plain", False):
+    for num_weights, num_activations, calls in pool(2).run(kept, "plain", False, LAYERS - 1):
         assert num_weights == LAYERS - 1  # `w * 0.5`; the first layer's argument wants no gradient
         assert num_activations > 4 * LAYERS
         assert calls["tanh"] == LAYERS
@@ -299,7 +293,7 @@ def test_what_is_not_recomputed_is_kept(pool: Callable[[int], Pool]) -> None:
 
 @pytest.mark.parametrize("name", ["inside", "remat, inside"])
 def test_weights_that_a_checkpoint_inside_holds_are_given_back(pool: Callable[[int], Pool], name: str) -> None:
-    for num_weights, _, _ in pool(2).run(kept, name, True):
+    for num_weights, _, _ in pool(2).run(kept, name, True, 1):
         assert num_weights == 1
 
 
@@ -317,7 +311,7 @@ def kept_after(rank: int, name: str) -> int:
         with Storages() as seen:
             for _ in range(2):
                 run(params, data(rank))
-        return seen.live(4 * D * D) + seen.live(4 * 4 * D)
+        return settled(lambda: seen.live(4 * D * D) + seen.live(4 * 4 * D), lambda number: number == 0)
     finally:
         gc.enable()
 

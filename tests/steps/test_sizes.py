@@ -112,13 +112,12 @@ class Net:
 
     def split(self, tree: Any) -> tuple[Any, Any]:
         kept = [[(f"w{k}", w.is_frozen) for k, w in enumerate(unit)] for unit in self.units]
-        return tuple(
-            [
-                {name: leaves[name] for name, is_frozen in unit if is_frozen == wanted}
-                for unit, leaves in zip(kept, tree, strict=True)
-            ]
-            for wanted in (False, True)
-        )  # type: ignore[return-value]
+
+        def part(wanted: bool) -> Any:
+            units = zip(kept, tree, strict=True)
+            return [{name: leaves[name] for name, frozen in unit if frozen == wanted} for unit, leaves in units]
+
+        return part(False), part(True)
 
 
 @st.composite
@@ -248,10 +247,6 @@ def descend(optimizer: optim.Optimizer, params: Any, grads: Any) -> Any:
         updates, state = optimizer.update(grads, state, params)
         params = hp.apply_updates(params, updates)
     return params
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, hp.ShardedArray)
 
 
 @st.composite

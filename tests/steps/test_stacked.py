@@ -10,18 +10,21 @@ import pytest
 import torch
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_close, assert_same_bits, local_leaves
 from tests.helpers.ranks import Pool, mesh_of, outcome
-from tests.steps.test_execute import is_sharded, local_leaves
-from tests.steps.test_parity import assert_close, assert_same_bits
 
 D, L = 6, 4
 
 
 def weights() -> Any:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 3  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / 3
+
     tree = {"layers": {"w": draw(L, D, D), "b": draw(L, D), "pair": draw(L, 2, D)}, "head": draw(D)}
     return to_framework(tree)
 
@@ -81,7 +84,7 @@ def array(*spec: str | None) -> hp.ShardedArray:
     return hp.shard(torch.arange(24.0).reshape(3, 4, 2), mesh, hp.P(*spec or (None, "shard")))
 
 
-def test_rows_of_an_array() -> None:
+def test_rows_of_an_array_share_its_memory() -> None:
     stacked = array()
     assert [row.shape for row in stacked] == [(4, 2)] * 3
     assert stacked[-1].spec == hp.P("shard")

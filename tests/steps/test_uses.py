@@ -12,9 +12,8 @@ import torch
 import hpfunc as hp
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_close, assert_same_bits, local_leaves
 from tests.helpers.ranks import Pool, mesh_of
-from tests.steps.test_execute import local_leaves
-from tests.steps.test_parity import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.processes
 D = 5
@@ -22,7 +21,10 @@ D = 5
 
 def weights() -> Any:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 2  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / 2
+
     tree = {"shared": draw(D, D), "often": {"w": draw(D, D), "b": draw(D)}, "unused": draw(D), "scale": draw()}
     return to_framework(tree)
 
@@ -86,11 +88,13 @@ def input_gradients(rank: int, how: str, planned: bool) -> torch.Tensor:
     """The gradient of what the units get beside their weights, which nobody else differentiates."""
     mesh = mesh_of((2, 2), ("replicate", "shard"))
     params = hp.shard(weights(), mesh, hp.P("shard"))
-    step: Any = lambda p, x: DERIVATIVES[how](lambda x: loss(p, x))(x)  # noqa: E731
-    if planned:
-        step = hp.sharded(step, mesh, debug=True)
+
+    def step(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return DERIVATIVES[how](lambda x: loss(p, x))(x)
+
+    run = hp.sharded(step, mesh, debug=True) if planned else step
     for _ in range(2):
-        found = step(params, data(rank))
+        found = run(params, data(rank))
     return to_torch(found)
 
 

@@ -14,7 +14,6 @@ from tests.helpers.ranks import Pool, mesh_of, outcome
 
 pytestmark = pytest.mark.processes
 Tensor = torch.Tensor
-CALLS = ("eager", "recorded", "planned", "planned")
 
 
 def _whole(seed: int, *shape: int) -> Tensor:

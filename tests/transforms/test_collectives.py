@@ -12,83 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.helpers import reference
 from tests.helpers.ranks import mesh_of, outcome, pool
-from tests.helpers.reference import Axes, Grid
-from tests.helpers.strategies import axes_of, float_dtypes, grids, seeds, shapes
+from tests.helpers.reference import Axes, Grid, as_numpy, expected, transposed
+from tests.helpers.strategies import KINDS, calls, float_dtypes, seeds
 from tests.helpers.zoo import assert_same, tensor
-
-KINDS = ("psum", "pmean", "pvary", "all_gather", "psum_scatter", "all_to_all", "ppermute")
-
-
-@st.composite
-def calls(
-    draw: Any, kinds: tuple[str, ...] = KINDS, meshes: st.SearchStrategy[Grid] | None = None
-) -> tuple[Grid, Axes, str, tuple[int, ...], dict[str, Any]]:
-    """A mesh, axes of it, a collective, a shape that it takes, and its further arguments."""
-    grid, kind = draw(grids() if meshes is None else meshes), draw(st.sampled_from(kinds))
-    axes = draw(axes_of(grid))
-    n, shape, options = grid.size(axes), draw(shapes(max_size=4)), {}
-    tiled = draw(st.booleans())
-    if kind == "all_gather":
-        dims = len(shape) if tiled and shape else len(shape) + 1
-        tiled = tiled and bool(shape)
-        options = {"dim": draw(st.integers(-dims, dims - 1)), "tiled": tiled}
-    elif kind == "psum_scatter":
-        shape = shape or (1,)
-        dim = draw(st.integers(-len(shape), len(shape) - 1))
-        shape = resized(shape, dim, n * shape[dim] if tiled else n)
-        options = {"scatter_dim": dim, "tiled": tiled}
-    elif kind == "all_to_all":
-        shape = shape or (1,)
-        split, concat = (draw(st.integers(0, len(shape) - 1)) for _ in range(2))
-        shape = resized(shape, split, n * shape[split] if tiled else n)
-        options = {"split_dim": split, "concat_dim": concat, "tiled": tiled}
-    elif kind == "ppermute":
-        sources, targets = (draw(st.permutations(range(n))) for _ in range(2))
-        options = {"perm": list(zip(sources, targets, strict=True))[: draw(st.integers(0, n))]}
-    return grid, axes, kind, shape, options
-
-
-def resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    sizes = list(shape)
-    sizes[dim] = size
-    return tuple(sizes)
-
-
-def expected(kind: str, parts: list[np.ndarray], grid: Grid, rank: int, axes: Axes, options: dict[str, Any]) -> Any:
-    """What `rank` gets, from what all ranks have."""
-    names = {"scatter_dim": "dim"}
-    renamed = {names.get(key, key): value for key, value in options.items()}
-    if kind == "pvary":
-        return parts[rank]
-    if kind == "pmean":
-        return reference.psum(parts, grid, rank, axes) / grid.size(axes)
-    return getattr(reference, kind)(parts, grid, rank, axes, **renamed)
-
-
-def transposed(
-    kind: str, parts: list[np.ndarray], grid: Grid, rank: int, axes: Axes, options: dict[str, Any]
-) -> np.ndarray:
-    """What `rank` gets as the gradient of its argument, from the gradients that all ranks have for their results."""
-    if kind == "psum":
-        return parts[rank]
-    if kind == "pvary":
-        return reference.psum(parts, grid, rank, axes)
-    if kind == "pmean":
-        return parts[rank] / grid.size(axes)
-    if kind == "all_gather":
-        return reference.psum_scatter(parts, grid, rank, axes, **options)
-    if kind == "psum_scatter":
-        return reference.all_gather(parts, grid, rank, axes, options["scatter_dim"], options["tiled"])
-    if kind == "all_to_all":
-        split, concat, tiled = options["concat_dim"], options["split_dim"], options["tiled"]
-        return reference.all_to_all(parts, grid, rank, axes, split, concat, tiled)
-    return reference.ppermute(parts, grid, rank, axes, [(target, source) for source, target in options["perm"]])
-
-
-def as_numpy(tensors: list[torch.Tensor]) -> list[np.ndarray]:
-    return [x.double().numpy() for x in tensors]
 
 
 # --- forward --------------------------------------------------------------------------------------------------------

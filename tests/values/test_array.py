@@ -9,17 +9,13 @@ import pytest
 import torch
 
 import hpfunc as hp
-from tests.helpers.ranks import mesh_of, outcome
+from tests.helpers.ranks import mesh_of, mesh_of_one, outcome
 from tests.helpers.zoo import Box, assert_same, tensor, trees
-
-
-def world_of_one() -> hp.Mesh:
-    return hp.make_mesh((1,), ("shard",))
 
 
 @pytest.fixture
 def array() -> hp.ShardedArray:
-    return hp.shard(tensor((4, 3), torch.float32), world_of_one(), hp.P("shard"))
+    return hp.shard(tensor((4, 3), torch.float32), mesh_of_one(), hp.P("shard"))
 
 
 # --- a value --------------------------------------------------------------------------------------------------------
@@ -38,7 +34,7 @@ def test_nothing_can_be_set(array: hp.ShardedArray, name: str) -> None:
 
 def test_its_memory_is_its_own() -> None:
     x = tensor((4, 3))
-    array = hp.shard(x, world_of_one(), hp.P("shard"))
+    array = hp.shard(x, mesh_of_one(), hp.P("shard"))
     want = x.clone()
     x.zero_()
     assert_same(array.local, want)
@@ -68,8 +64,8 @@ def test_paths_name_the_local_tensor(array: hp.ShardedArray) -> None:
 
 
 def test_arrays_of_other_layouts_have_another_structure(array: hp.ShardedArray) -> None:
-    same = hp.shard(tensor((4, 3)), world_of_one(), hp.P("shard"))
-    turned = hp.shard(tensor((4, 3)), world_of_one(), hp.P(None, "shard"))
+    same = hp.shard(tensor((4, 3)), mesh_of_one(), hp.P("shard"))
+    turned = hp.shard(tensor((4, 3)), mesh_of_one(), hp.P(None, "shard"))
     assert optree.tree_structure(array) == optree.tree_structure(same)
     assert optree.tree_structure(array) != optree.tree_structure(turned)
     with pytest.raises(ValueError, match="node data"):
@@ -84,7 +80,7 @@ def test_unflatten_takes_any_child(array: hp.ShardedArray) -> None:
 
 @pytest.mark.parametrize("name", trees())
 def test_specs_follow_any_tree(name: str) -> None:
-    tree, mesh = trees()[name], world_of_one()
+    tree, mesh = trees()[name], mesh_of_one()
     specs = optree.tree_map(lambda x: hp.P(*["shard"][: x.dim()]), tree)
     arrays = hp.shard(tree, mesh, specs)
     found = optree.tree_leaves(arrays, is_leaf=lambda x: isinstance(x, hp.ShardedArray))
@@ -93,10 +89,10 @@ def test_specs_follow_any_tree(name: str) -> None:
 
 def test_one_spec_stands_for_a_subtree_and_spares_scalars() -> None:
     tree = {"a": {"w": tensor((4, 2)), "s": tensor(())}, "b": Box(tensor((4,)))}
-    arrays = hp.shard(tree, world_of_one(), {"a": hp.P("shard"), "b": None})
+    arrays = hp.shard(tree, mesh_of_one(), {"a": hp.P("shard"), "b": None})
     assert (arrays["a"]["w"].spec, arrays["a"]["s"].spec, arrays["b"].content.spec) == (hp.P("shard"), hp.P(), hp.P())
     with pytest.raises(hp.SpecError, match="more entries"):
-        hp.shard(tensor(()), world_of_one(), hp.P("shard"))
+        hp.shard(tensor(()), mesh_of_one(), hp.P("shard"))
 
 
 # --- donation -------------------------------------------------------------------------------------------------------
@@ -128,7 +124,7 @@ def test_an_array_that_is_returned_as_it_came_survives_its_donation(array: hp.Sh
     after = hp.sharded(lambda w: w, array.mesh, donate_argnums=0)(array)
     assert_same(after.local, want)
     with pytest.raises(hp.DonatedError):
-        array.local  # noqa: B018
+        _ = array.local
 
 
 def test_a_step_that_fails_leaves_what_was_not_donated(array: hp.ShardedArray) -> None:

@@ -19,19 +19,18 @@ import torch
 
 import hpfunc as hp
 from hpfunc.interop import from_local, to_dtensor, to_numpy
-from tests.helpers.ranks import Pool, mesh_of, outcome
+from tests.helpers.ranks import Pool, mesh_of, mesh_of_one, outcome
 
 IMMUTABLE = "an array is immutable, and was written into"
 square = hp.unit(lambda p: (p["w"] ** 2).sum(), name="square")
 
 
-def world_of_one() -> hp.Mesh:
-    return hp.make_mesh((1,), ("shard",))
+SHARD = hp.P("shard")
 
 
-def made(*shape: int, spec: hp.P = hp.P("shard")) -> hp.ShardedArray:  # noqa: B008 - a value
+def made(*shape: int, spec: hp.P = SHARD) -> hp.ShardedArray:
     count = torch.Size(shape).numel()
-    return hp.shard(torch.arange(float(count)).reshape(shape), world_of_one(), spec)
+    return hp.shard(torch.arange(float(count)).reshape(shape), mesh_of_one(), spec)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -57,7 +56,7 @@ def test_one_array_at_two_places_is_one_in_a_deep_copy() -> None:
 
 
 def test_a_copy_outlives_the_donated_array_and_the_other_way_round() -> None:
-    mesh, found = world_of_one(), []
+    mesh, found = mesh_of_one(), []
 
     def fn(p: Any) -> Any:
         found.append(copy.deepcopy(p["w"]))
@@ -97,7 +96,7 @@ def test_what_cannot_be_pickled_is_refused_when_it_is_written(how: Callable[[Any
     if what == "bound":
         value = hp.optim.bind({"w": made(4)})
     if what == "step":
-        value = hp.sharded(operator.neg, world_of_one())
+        value = hp.sharded(operator.neg, mesh_of_one())
     if what == "module":
         value = hp.from_module(torch.nn.Linear(2, 2))[0]
     with pytest.raises(hp.UsageError, match=r"cannot be pickled(.|\n)*Hint: .*hpfunc"):
@@ -112,7 +111,7 @@ def test_the_remedy_is_true(tmp_path: Path) -> None:
 
 
 def test_functions_are_their_own_copies_and_bound_weights_none() -> None:
-    step = hp.sharded(operator.neg, world_of_one())
+    step = hp.sharded(operator.neg, mesh_of_one())
     apply = hp.from_module(torch.nn.Linear(2, 2))[0]
     assert copy.deepcopy([step, apply]) == [step, apply]
     bound = hp.optim.bind({"w": made(4)})
@@ -228,7 +227,7 @@ def used(array: hp.ShardedArray) -> hp.ShardedArray:
 def test_a_write_is_noticed_on_use(write: str, use: str, tmp_path: Path) -> None:
     params = {"w": made(4, 3), "b": made(2)}
     call = uses(params["w"].mesh, tmp_path)[use]
-    params["b"].local  # noqa: B018 - to read is no write
+    _ = params["b"].local  # to read it is not to write it
     WRITES[write](params["w"].local)
     with pytest.raises(hp.UsageError, match=IMMUTABLE) as caught:
         call(params)
@@ -240,7 +239,7 @@ def test_a_write_is_noticed_on_use(write: str, use: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("origin", ["shard", "init", "step", "out_specs", "used before"])
 def test_a_write_is_noticed_wherever_the_array_comes_from(origin: str) -> None:
-    array = origins(world_of_one())[origin]()
+    array = origins(mesh_of_one())[origin]()
     assert square({"w": array}).isfinite()
     array.local.add_(1)
     with pytest.raises(hp.UsageError, match=IMMUTABLE):
@@ -264,7 +263,7 @@ def test_a_write_in_a_step_is_noticed_in_that_step(num_calls: int) -> None:
             p["w"].local.sub_(0.5)
         return result
 
-    step = hp.sharded(fn, world_of_one())
+    step = hp.sharded(fn, mesh_of_one())
     for _ in range(num_calls):
         step({"w": made(4, 3)})
     writes.append(1)
@@ -274,7 +273,7 @@ def test_a_write_in_a_step_is_noticed_in_that_step(num_calls: int) -> None:
 
 def test_what_may_be_written_is_not_refused() -> None:
     """Donated memory, bound parameters, memory that is shared by contract, tensors that nobody counts."""
-    mesh = world_of_one()
+    mesh = mesh_of_one()
     optimizer = hp.optim.adamw(0.1)
     params = {"w": made(4, 3)}
     state = optimizer.init(params)

@@ -9,16 +9,12 @@ import optree
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpfunc as hp
+from hpfunc._values.array import is_sharded
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.ranks import mesh_of, outcome
 from tests.helpers.zoo import Linear, assert_same
-
-
-def is_sharded(value: Any) -> bool:
-    return isinstance(value, hp.ShardedArray)
 
 
 # --- what users write -----------------------------------------------------------------------------------------------
@@ -160,26 +156,6 @@ def test_specs_are_a_prefix_of_the_result(pool: Any) -> None:
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators have made and that still live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in optree.tree_leaves(out):
-            if type(leaf) is torch.Tensor and leaf.device.type == "cpu":
-                storage = leaf.untyped_storage()
-                self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.live())
-        return out
-
-    def live(self) -> int:
-        self._sizes = {key: pair for key, pair in self._sizes.items() if not pair[0].expired()}
-        return sum(size for _, size in self._sizes.values())
 
 
 NUM_LEAVES, LEAF_BYTES = 8, 1 << 20

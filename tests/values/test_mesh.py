@@ -63,7 +63,7 @@ def test_values_are_immutable() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         hp.P("shard").entries = ()
     with pytest.raises(AttributeError):
-        mesh_on(Grid((2,), ("shard",), ("shard",))).rank = 1  # type: ignore[misc]
+        mesh_on(Grid((2,), ("shard",), ("shard",))).rank = 1  # pyright: ignore[reportAttributeAccessIssue] - it is refused
 
 
 def test_meshes_are_values() -> None:

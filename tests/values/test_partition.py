@@ -19,9 +19,9 @@ from hpfunc._values.tree import dotted_paths
 from hpfunc.planning.ops import Launch
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.leaves import assert_same_bits
 from tests.helpers.ranks import Pool, mesh_of
 from tests.helpers.zoo import assert_same, trees
-from tests.steps.test_parity import assert_same_bits
 
 P = hp.P
 ZOO = trees()
@@ -173,13 +173,13 @@ def lora(rank: int, layout: tuple[Any, ...], policy: hp.Policy | None) -> dict[s
         updates, state = optimizer.update(grads, state, trained)
         return hp.apply_updates(trained, updates), state, grads
 
-    run = step if policy is None else hp.sharded(step, mesh, policy=policy, donate_argnums=(0, 1), debug=True)
+    run: Any = step if policy is None else hp.sharded(step, mesh, policy=policy, donate_argnums=(0, 1), debug=True)
     state = optimizer.init(trained)
     for number in range(STEPS):
         with Matmuls() as matmuls:
             trained, state, grads = run(trained, state, frozen, to_framework(batch(rank, number)))
     after = [(x.data_ptr(), x) for x in optree.tree_leaves(to_torch(frozen))]
-    schedule = None if policy is None else run.last_schedule  # type: ignore[union-attr]
+    schedule = None if policy is None else run.last_schedule
     return {
         "paths": [paths(trained), paths(grads), paths(state.momentum)],
         "frozen": all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(before, after, strict=True)),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.errors import judge
-from tests.helpers import reference
+from tests.helpers import leaves, reference, refusals, waiting
 from tests.helpers.reference import Grid
+from tests.helpers.waiting import settled
 from tests.helpers.zoo import Box, Linear, assert_close, assert_same, bits, tensor, trees
 
 
@@ -63,6 +63,21 @@ def test_other_numbers_are_not_close(got: Any, want: Any) -> None:
         assert_close(got, want, tolerance=1e-12)
 
 
+def test_other_leaves_are_neither_close_nor_of_the_same_bits() -> None:
+    right = [torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    leaves.assert_close(right, right, 0.0)
+    leaves.assert_same_bits(right, right)
+    for wrong in ([right[0] * (1 + 1e-9), right[1]], [right[0], right[1] + 1e-15]):
+        with pytest.raises(AssertionError):
+            leaves.assert_same_bits(wrong, right)
+        with pytest.raises(AssertionError):
+            leaves.assert_close(wrong, right, 1e-10)
+    with pytest.raises(AssertionError):
+        leaves.assert_same_bits([x.float() for x in right], right)
+    with pytest.raises(AssertionError):
+        leaves.assert_same_bits([-x for x in right[1:]], right[1:])  # minus zero
+
+
 def test_close_numbers_are_close() -> None:
     assert_close({"a": torch.ones(3) * (1 + 1e-6)}, {"a": torch.ones(3)}, tolerance=1e-5)
     assert_close(torch.empty(0), torch.empty(0))
@@ -74,6 +89,14 @@ def test_tensors_of_the_zoo_are_small_integers() -> None:
     assert (x == x.round()).all()
     assert x.abs().max() <= 8
     assert not torch.equal(x, tensor((1000,), torch.bfloat16, seed=1))
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+def test_what_settles_is_waited_for_and_the_rest_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    falling = iter([3, 2, 1, 0])
+    assert settled(lambda: next(falling), lambda number: number <= 1) == 1
+    monkeypatch.setattr(waiting, "DEADLINE_S", 0.0)
+    assert settled(lambda: 2, lambda number: number <= 1) == 2
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
@@ -123,13 +146,13 @@ def changes_what_it_gets(rank: int) -> Any:
 
 def test_the_judge_sees_what_is_accepted_changed_or_worded_otherwise(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("HPFUNC_UPDATE_GOLDEN", raising=False)
-    monkeypatch.setattr(judge, "GOLDEN", tmp_path)
+    monkeypatch.setattr(refusals, "GOLDEN", tmp_path)
     with pytest.raises(AssertionError, match="returned"):
-        judge.check_texts(judge.texts_of(accepted), "any")
+        refusals.check_texts(refusals.texts_of(accepted), "any")
     with pytest.raises(AssertionError, match="changed"):
-        judge.texts_of(changes_what_it_gets)
+        refusals.texts_of(changes_what_it_gets)
     (tmp_path / "any.txt").write_text("ValueError: refused\n")
-    judge.check_texts(["ValueError: refused"] * 2, "any")
+    refusals.check_texts(["ValueError: refused"] * 2, "any")
     for texts in (["ValueError: refused", "ValueError: denied"], ["ValueError: denied"] * 2):
         with pytest.raises(AssertionError, match="differs"):
-            judge.check_texts(texts, "any")
+            refusals.check_texts(texts, "any")

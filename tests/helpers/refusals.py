@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import hpfunc as hp
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
+from tests.helpers.golden import assert_golden
 from tests.helpers.ranks import mesh_of, outcome, pool
 from tests.helpers.zoo import bits
 
@@ -28,6 +29,34 @@ def params() -> Any:
     """Two layers of a (4, 4) weight and a bias, the same on all ranks of a mesh of two."""
     tree = {"layers": [{"w": torch.eye(4) * (k + 1), "b": torch.zeros(4)} for k in range(2)]}
     return hp.shard(to_framework(tree), mesh(), hp.P("shard"))
+
+
+def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ p["w"] + p["b"]
+
+
+def total_loss(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss that calls `layer` as a unit, twice."""
+    call = hp.unit(layer)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for weights in p["layers"]:
+            x = call(weights, x)
+        return x.square().mean()
+
+    return loss
+
+
+def x() -> torch.Tensor:
+    return ops.ones(3, 4)
+
+
+def cases_among(names: dict[str, Any]) -> dict[str, Case]:
+    """Returns the cases that a module has so far: of its functions those whose one argument is the rank."""
+    functions = {
+        name: fn for name, fn in names.items() if inspect.isfunction(fn) and fn.__module__ == names["__name__"]
+    }
+    return {name: fn for name, fn in functions.items() if list(inspect.signature(fn).parameters) == ["rank"]}
 
 
 def judge(rank: int, case: Case, n: int) -> str:
@@ -64,14 +93,10 @@ def texts_of(case: Case, n: int = 2, deadline_s: float = 60.0, framework: str = 
 def check_texts(texts: list[str], name: str, folder: str = "") -> None:
     """Fails unless every rank was refused, in the words of ``tests/golden/errors/name.txt``.
 
-    The file has one text if all ranks got the same, else one for each rank. HPFUNC_UPDATE_GOLDEN=1 writes it anew.
+    The file has one text if all ranks got the same, else one for each rank. See `assert_golden`.
     Texts of another framework that differ from those of torch are in a folder of their own.
     """
     assert "returned" not in texts, texts
-    whole = f"{texts[0]}\n"
-    if len(set(texts)) > 1:
-        whole = "".join(f"--- rank {rank}\n{text}\n" for rank, text in enumerate(texts))
-    path = GOLDEN / folder / f"{name}.txt"
-    if os.environ.get("HPFUNC_UPDATE_GOLDEN"):
-        path.write_text(whole)
-    assert whole == path.read_text(), f"{path} differs; HPFUNC_UPDATE_GOLDEN=1 writes it anew"
+    different = len(set(texts)) > 1
+    whole = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts)) if different else texts[0]
+    assert_golden(whole, GOLDEN / folder / f"{name}.txt")
