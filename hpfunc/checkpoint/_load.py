@@ -189,7 +189,7 @@ def _one(leaf: Leaf, entry: Array | Value, mesh: Mesh, reader: Reader) -> Any:
     box = tuple(slice(0, n) for n in entry.shape) if leaf.is_per_rank else leaf.box
     data = reader.read(leaf.key, entry.parts, box, entry.dtype)
     shape = tuple(place.stop - place.start for place in box)
-    tensor = backend.host_bytes.from_bytes(data, shape, entry.dtype, backend.device_of(leaf.local))
+    tensor = backend.from_bytes(data, shape, entry.dtype, backend.device_of(leaf.local))
     assert leaf.dtype is not None
     return tensor if entry.dtype == leaf.dtype else backend.cast(tensor, leaf.dtype)
 

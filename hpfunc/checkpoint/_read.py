@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from .._errors import CheckpointError, message
-from ..backends.host_bytes import Buffer
-from ._format import BLOCK_BYTES, ITEM_BYTES, Shape, Stored, checksum, num_bytes
+from ._format import BLOCK_BYTES, ITEM_BYTES, Buffer, Shape, Stored, checksum, num_bytes
 
 Box = tuple[slice, ...]
 

@@ -189,7 +189,7 @@ class Saving:
 
     def _contents(self, copy: bool) -> tuple[list[Tensor], dict[str, Value]]:
         """Returns the tensors that this rank writes, and its `PerRank` values."""
-        bytes_of = backends.get(self._mesh.framework).host_bytes.to_bytes
+        bytes_of = backends.get(self._mesh.framework).to_bytes
         tensors = [
             Tensor(leaf.key, leaf.dtype, tuple(leaf.local.shape), bytes_of(leaf.local, copy=copy))
             for leaf in self._leaves

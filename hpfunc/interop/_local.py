@@ -66,7 +66,7 @@ class _Shape:
 
 def _shared(local: Any, mesh: Mesh) -> Any:
     try:
-        tensor = backends.get(mesh.framework).interop.as_tensor(local)
+        tensor = backends.get(mesh.framework).as_tensor(local)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         hint = "a tensor, a numpy array that may be written to, or what has __dlpack__"
         rule = f"the memory of a {type(local).__name__} cannot be shared: {error}"
@@ -99,7 +99,7 @@ def to_numpy(tree: Any) -> Any:
     parts, bad = [], []
     for name, leaf in zip(paths(tree, "tree", is_sharded), leaves, strict=True):
         try:
-            parts.append(backends.get(leaf.mesh.framework).interop.as_numpy(leaf._value))
+            parts.append(backends.get(leaf.mesh.framework).as_numpy(leaf._value))
         except TypeError:
             bad.append(f"{name}: {describe(leaf)}, {leaf.dtype} on {leaf.mesh.device}")
     if bad:

@@ -29,8 +29,6 @@ from ..._errors import MeshError, message
 from ..protocol import Collective, Counters, Job, Poll, Purpose
 from .common import MindSporeDifferentiation
 from .foreach import DeviceForeach
-from .host_bytes import MindSporeHostBytes
-from .shared_memory import MindSporeInterop
 from .units import Bridge, dtype_of
 
 Tensor = Any
@@ -103,8 +101,6 @@ class MindSporeAscend(MindSporeDifferentiation):
     def __init__(self) -> None:
         self.counters = Counters()
         self.foreach = DeviceForeach()
-        self.host_bytes = MindSporeHostBytes()
-        self.interop = MindSporeInterop(self)
         self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order
         self._groups: dict[tuple[object, ...], str] = {}
         self._streams = _Streams()
@@ -194,9 +190,6 @@ class MindSporeAscend(MindSporeDifferentiation):
         self.counters.bytes_copied += tensor.nbytes
         return tensor.contiguous()
 
-    def adopt(self, gradient: Tensor) -> None:
-        return None  # MindSpore does not tell who else holds it
-
     def digest(self, tensor: Tensor) -> int:
         return int.from_bytes(hashlib.blake2b(tensor.asnumpy().tobytes(), digest_size=7).digest(), "big")
 
@@ -229,6 +222,14 @@ class MindSporeAscend(MindSporeDifferentiation):
 
     def divide(self, tensor: Tensor, divisor: int) -> None:
         tensor.div_(divisor)
+
+    def as_tensor(self, value: Any) -> Tensor:
+        if not self.is_tensor(value):
+            raise TypeError("on a device MindSpore takes its own tensors only")
+        return ops.stop_gradient(value)
+
+    def as_numpy(self, tensor: Tensor) -> Any:
+        raise TypeError("it lies on a device")
 
     # --- communication ---------------------------------------------------------------------------------------------
     def ordered_sums(self, device: str) -> bool:
