@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..._errors import LeafError, UsageError, message
@@ -16,13 +17,22 @@ from ..._transforms.shard import init
 from ..._transforms.unshard import unshard
 from ..._values.array import is_sharded
 from ..._values.mesh import Mesh, PartitionSpec
-from .._choose import choose
+from .._choose import Parts, choose
 from .._function import ModuleFunction
 from .._slots import misfits
-from .parts import PARTS
 from .skeleton import ModuleSkeleton, named_tensors
 
 Tensor = torch.Tensor
+PARTS = Parts(
+    kind=nn.Module,
+    method="forward",
+    lists=(nn.ModuleList, nn.Sequential, nn.ModuleDict),
+    unset=(nn.Module.forward,),
+    named=lambda module: dict(module.named_modules()),
+    children=lambda module: module.named_children(),
+    own=lambda module: [name for name, x in vars(module)["_parameters"].items() if x is not None],
+    computes_own=is_parametrized,
+)
 _FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
 
 
