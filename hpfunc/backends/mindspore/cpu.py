@@ -31,7 +31,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import mindspore
 import numpy as np
@@ -43,6 +43,7 @@ from mindspore.device_context.cpu import op_tuning
 from mindspore.graph.api import _pynative_executor as executor
 
 from ..._errors import MeshError, message
+from ..foreach import Foreach
 from ..protocol import Job
 from ..torch.backend import TorchBackend
 from .common import MindSporeDifferentiation
@@ -83,7 +84,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
             mindspore.set_device("CPU")  # the first operator would choose another device
         _stop_polling()
         self.bridge = Bridge(hold, self.give, executor.sync)
-        self.foreach = HostForeach(self, TorchBackend.foreach)
+        self.foreach = cast(Foreach, HostForeach(self, TorchBackend.foreach))
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> Job:
