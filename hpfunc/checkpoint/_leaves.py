@@ -135,7 +135,7 @@ def _dtype(backend: Backend, leaf: Any, value: Any) -> tuple[str | None, str | N
     """Returns the dtype of a leaf (None for a value), and what is wrong with the leaf."""
     if is_sharded(value):
         if isinstance(leaf, PerRank):
-            return None, "a ShardedArray is no PerRank"
+            return None, "a ShardedArray is not a value of PerRank"
         if value._held_dtype is None:
             return None, "the array was donated"
         if value.spec.unreduced:

@@ -129,7 +129,7 @@ def _check(weights: Leaves) -> None:
     pairs = list(zip(weights.paths(), weights.leaves, strict=True))
     bad = [f"{path}: {describe(x)}" for path, x in pairs if not is_sharded(x)]
     if bad or not pairs:
-        rule = "params has leaves that are no ShardedArray, or none"
+        rule = "params has no leaf, or a leaf that is not a ShardedArray"
         if not bad and flatten(weights.whole, is_sharded)[0]:
             rule, hint = "every array of params is frozen", "hpfunc.unfreeze(params, where) makes arrays trainable"
         raise LeafError(message(_NAME, rule, bad, hint=hint))

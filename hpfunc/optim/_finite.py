@@ -11,7 +11,7 @@ from .._running.context import mesh_in_use
 from .._transforms.collectives import psum
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
-from ._leaves import leaves_of, refuse_partial_sums
+from ._leaves import check_state, leaves_of, refuse_partial_sums
 from ._optimizer import Optimizer
 
 Tensor = Any
@@ -112,16 +112,13 @@ def apply_if_finite(optimizer: Optimizer) -> Optimizer:
     """
     name = "hpfunc.optim.apply_if_finite"
     if not isinstance(optimizer, Optimizer):
-        raise LeafError(message(name, f"the argument is no Optimizer but {type(optimizer).__name__}"))
+        raise LeafError(message(name, f"the argument is not an Optimizer but {type(optimizer).__name__}"))
 
     def init(params: Any) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(optimizer.init(params), True, 0)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, ApplyIfFiniteState]:
-        if not isinstance(state, ApplyIfFiniteState):
-            hint = "take it from init, or from the last update"
-            rule = f"the state is no ApplyIfFiniteState but {type(state).__name__}"
-            raise LeafError(message(name, rule, hint=hint))
+        check_state(name, state, ApplyIfFiniteState)
         if not holds(name, _all_finite(name, "grads", grads)):
             return _nothing(name, grads), ApplyIfFiniteState(state.inner, False, state.num_skipped + 1)
         updates, inner = optimizer.update(grads, state.inner, params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,13 @@ def needed(function: str, params: Any, why: str) -> Any:
     return params
 
 
+def check_state(function: str, state: Any, kind: type) -> None:
+    """Raises LeafError if a state is not of the class that the optimizer returns."""
+    if not isinstance(state, kind):
+        rule = f"the state is not an instance of {kind.__name__}, but of {type(state).__name__}"
+        raise LeafError(message(function, rule, hint="take it from init, or from the last update"))
+
+
 def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
     """Returns tensors with the values of the leaves that may be written to.
 
@@ -191,3 +198,12 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
 def pick(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """Returns the items at these places."""
     return [items[place] for place in places]
+
+
+def by_groups(ops: Foreach, tensors: list[Tensor], compute: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
+    """Returns what `compute` returns for the places of each group of tensors, in the order of the tensors."""
+    results = list(tensors)
+    for places in ops.groups(tensors):
+        for place, result in zip(places, compute(places), strict=True):
+            results[place] = result
+    return results

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._errors import LeafError, PolicyError, message
+from .._errors import PolicyError, message
 from ..backends.foreach import Foreach
-from ._leaves import leaves_of, like, needed, pick, writable
+from ._leaves import by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 from ._schedules import LearningRate, as_schedule, check_number
 
@@ -59,25 +59,24 @@ def sgd(
 
     def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
         gradients, ops = leaves_of(_NAME, "grads", grads)
-        if not isinstance(state, SgdState):
-            hint = "take it from init, or from the last update"
-            raise LeafError(message(_NAME, f"the state is no SgdState but {type(state).__name__}", hint=hint))
+        check_state(_NAME, state, SgdState)
         changes, weights, sums = gradients.locals, [], []
         if weight_decay:
             weights = like(_NAME, "params", needed(_NAME, params, "weight_decay is not 0"), gradients).locals
         step_size = -float(schedule(state.step))
         if momentum:
             sums = writable(_NAME, like(_NAME, "state.momentum", state.momentum, gradients), ops)
-        for places in ops.groups(changes):
+
+        def changed(places: list[int]) -> list[Tensor]:
             step = ops.widened(pick(changes, places))
             if weight_decay:
                 step = ops.added(step, pick(weights, places), weight_decay)
             if momentum:
                 step = _accumulate(ops, pick(sums, places), step, momentum, nesterov)
-            for place, value in zip(places, ops.scaled(step, step_size), strict=True):
-                changes[place] = value
-        kept = gradients.wrap(sums) if momentum else None
-        return gradients.wrap(changes), SgdState(state.step + 1, kept)
+            return ops.scaled(step, step_size)
+
+        updates = gradients.wrap(by_groups(ops, changes, changed))
+        return updates, SgdState(state.step + 1, gradients.wrap(sums) if momentum else None)
 
     return Optimizer(init, update)
 

@@ -138,7 +138,7 @@ ERRORS = {
     bind_two_meshes: "a weight lies on another mesh",
     grads_of_another_tree: "grads and params are different trees",
     lambda: optim.bind({"w": torch.ones(2)}): "no ShardedArray",
-    lambda: optim.bind({}): "no ShardedArray, or none",
+    lambda: optim.bind({}): "params has no leaf, or a leaf that is not a ShardedArray",
 }
 
 
