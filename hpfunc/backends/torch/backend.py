@@ -74,14 +74,8 @@ class TorchBackend:
         if key not in self._groups:
             if not dist.is_initialized():
                 raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
-            make = partial(
-                dist.new_group,
-                list(ranks),
-                timeout=timedelta(seconds=timeout_s),
-                backend=collectives.HOST if on_host else None,
-                use_local_synchronization=True,
-                sort_ranks=False,
-            )
+            backend = collectives.HOST if on_host else None
+            make = partial(collectives.new_group, ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
             options = partial(collectives.host_options, timeout_s=timeout_s) if on_host else lambda _: None
             group = self._groups[key] = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
             if on_host and purpose in _SCHEDULED:
