@@ -17,8 +17,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,64 +26,13 @@ from mindspore.mint import distributed
 
 from ..._errors import MeshError, message
 from ..protocol import Collective, Counters, Job, Poll, Purpose
+from ..streams import DeviceStreams
 from .common import MindSporeDifferentiation
 from .foreach import DeviceForeach
 from .units import Bridge, dtype_of
 
 Tensor = Any
 STORE_PORT_OFFSET = 1  # the status board, beside the port at which the processes meet
-
-
-class _Point:
-    """A point on a stream."""
-
-    __slots__ = ("event", "label")
-
-    def __init__(self, label: str, event: Any) -> None:
-        self.label, self.event = label, event
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has reached this point. The host waits for it, so it is used for pictures only."""
-        self.event.synchronize()
-        callback()
-
-
-class _Streams:
-    """Every op is enqueued on a stream, waits are edges between streams, the host never blocks."""
-
-    def __init__(self) -> None:
-        self.streams: dict[str, Any] = {}
-        self.caller: Any = None  # the caller's stream, while an op is issued on another one
-
-    def _stream(self, name: str) -> Any:
-        if name == "compute":
-            return self.caller or runtime.current_stream()
-        if name not in self.streams:
-            self.streams[name] = runtime.Stream()
-        return self.streams[name]
-
-    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> _Point:
-        target, self.caller = self._stream(stream), self._stream("compute")
-        try:
-            with runtime.StreamCtx(target):
-                for pending in waits:
-                    target.wait_event(pending.event)
-                for handle in work() or ():
-                    handle.wait()  # an edge from the communicator's own stream; the host goes on
-                event = runtime.Event()
-                event.record(target)
-        finally:
-            self.caller = None
-        return _Point(label, event)
-
-    def wait(self, pending: Any, poll: Poll) -> None:
-        self._stream("compute").wait_event(pending.event)
-
-    def runs_at_once(self) -> bool:
-        return False
-
-    def memory(self, stream: str) -> AbstractContextManager[Any]:
-        return runtime.StreamCtx(self._stream(stream))
 
 
 class MindSporeAscend(MindSporeDifferentiation):
@@ -103,7 +51,7 @@ class MindSporeAscend(MindSporeDifferentiation):
         self.foreach = DeviceForeach()
         self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order
         self._groups: dict[tuple[object, ...], str] = {}
-        self._streams = _Streams()
+        self._streams = DeviceStreams(runtime.current_stream, runtime.Stream, runtime.Event, runtime.StreamCtx)
         self._store: Any = None
         self._messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -235,7 +183,7 @@ class MindSporeAscend(MindSporeDifferentiation):
     def ordered_sums(self, device: str) -> bool:
         return False
 
-    def streams(self, device: str) -> _Streams:
+    def streams(self, device: str) -> DeviceStreams:
         return self._streams
 
     def launch(

@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from ..._errors import MeshError, message
 from ..foreach import Foreach
 from ..protocol import Collective, Counters, Job, Poll, Purpose
+from ..streams import DeviceStreams
 from . import collectives, modes
 from .abstract import abstract, deferred, is_abstract, random_states, set_random_state
 from .autograd import TorchTape, use_plain
@@ -29,7 +30,7 @@ from .compile import leave_alone
 from .digest import digest
 from .foreach import TorchForeach
 from .linear import is_transformed, linear
-from .streams import DeviceStreams, HostPending, HostStreams
+from .streams import HostPending, HostStreams, device_streams
 
 # Note [Small messages travel apart]
 # gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
@@ -220,7 +221,7 @@ class TorchBackend:
     def streams(self, device: str) -> HostStreams | DeviceStreams:
         if device not in self._streams:
             on_host = device in ("cpu", "meta")
-            self._streams[device] = HostStreams(self.counters) if on_host else DeviceStreams(torch.device(device))
+            self._streams[device] = HostStreams(self.counters) if on_host else device_streams(torch.device(device))
         return self._streams[device]
 
     def launch(
