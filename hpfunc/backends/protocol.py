@@ -46,6 +46,11 @@ class Counters:
             self.wait_s - earlier.wait_s,
         )
 
+    def count_launch(self, collective: Collective, num_bytes: int, size: int) -> None:
+        """Counts one collective of a group of this size, to which each rank gives this many bytes."""
+        share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)
+        self.count(collective, int(num_bytes * share))
+
     def count(self, collective: str, num_bytes: int) -> None:
         """Counts one collective that sends this many bytes."""
         self.bytes_sent[collective] = self.bytes_sent.get(collective, 0) + num_bytes

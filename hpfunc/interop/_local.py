@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from .. import backends
@@ -45,7 +46,7 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
     facts: list[str] = []
     with agreeing(mesh, _FROM, lambda: "".join(facts)):
         tensor = _shared(local, mesh)
-        whole = _Shape(tuple(shape))
+        whole = SimpleNamespace(shape=tuple(shape))
         leaf_specs(_FROM, whole, "local", spec, mesh, allow_unreduced=True)
         layout = layout_of(whole.shape, spec, mesh)
         wanted = layout.local_shape(mesh.coordinate)
@@ -55,13 +56,6 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
             raise SpecError(message(_FROM, rule, [leaf], mesh=mesh))
         facts.append(f"shape {whole.shape}, spec {spec!r}, {tensor.dtype}")
     return share(ShardedArray(tensor, whole.shape, spec, mesh))
-
-
-class _Shape:
-    """A leaf that has a shape only."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
 
 
 def _shared(local: Any, mesh: Mesh) -> Any:

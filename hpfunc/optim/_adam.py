@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..backends.foreach import Foreach
@@ -30,7 +31,8 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-class _Adam(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Adam:
     """The part that both share."""
 
     function: str
@@ -38,7 +40,7 @@ class _Adam(NamedTuple):
     b2: float
     eps: float
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_number(self.function, "b1", self.b1, 0.0, 1.0)
         check_number(self.function, "b2", self.b2, 0.0, 1.0)
         check_number(self.function, "eps", self.eps)
@@ -97,7 +99,6 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
     tensor([ 1.0000, -1.0000])
     """
     adam = _Adam("hpfunc.optim.scale_by_adam", b1, b2, eps)
-    adam.check()
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         gradients, ops = leaves_of(adam.function, "grads", grads)
@@ -142,7 +143,6 @@ def adamw(
     tensor([-0.1500, -0.1000])
     """
     adam = _Adam("hpfunc.optim.adamw", b1, b2, eps)
-    adam.check()
     schedule = as_schedule(adam.function, learning_rate)
     check_number(adam.function, "weight_decay", weight_decay)
 

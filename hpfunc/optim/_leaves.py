@@ -66,10 +66,9 @@ class Leaves:
         pairs = zip(leaves, marks_of(function, leaves), strict=True)
         return unflatten(treedef, [leaf if trains is False else next(new) for leaf, trains in pairs])
 
-    def frozen_paths(self) -> list[str]:
-        """Returns the paths of the leaves that are left out, without the name of the tree."""
-        here = set(self.paths())
-        return [path.removeprefix(self.name) for path in paths(self.whole, self.name, is_sharded) if path not in here]
+    def places(self) -> list[str]:
+        """Returns the path of each leaf, without the name of the tree."""
+        return paths(self.tree, "", is_sharded)
 
     def paths(self) -> list[str]:
         """Returns the path of each leaf."""
@@ -114,14 +113,10 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
     leaves = Leaves.of(function, name, tree)
     hint = f"{name} and {other.name} come from the same weights; call init again after these have changed"
     if leaves.treedef != other.treedef:
-        mine, theirs = leaves.paths(), other.paths()
-        _refuse_frozen(function, leaves, other)
-        _refuse_frozen(function, other, leaves)
-        bad = [f"only in {name}: {path.removeprefix(name)}" for path in _missing(mine, theirs, name, other.name)]
-        bad += [
-            f"only in {other.name}: {path.removeprefix(other.name)}"
-            for path in _missing(theirs, mine, other.name, name)
-        ]
+        both = (leaves, other), (other, leaves)
+        for one, another in both:
+            _refuse_frozen(function, one, another)
+        bad = [f"only in {one.name}: {place}" for one, another in both for place in _missing(one, another)]
         bad = bad or [f"{name}: {leaves.treedef}", f"{other.name}: {other.treedef}"]
         raise SpecError(message(function, f"{name} and {other.name} are different trees", bad, hint=hint))
     if all(_kind(a) == _kind(b) for a, b in zip(leaves.leaves, other.leaves, strict=True)):
@@ -136,8 +131,8 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
 
 def _refuse_frozen(function: str, leaves: Leaves, other: Leaves) -> None:
     """Raises SpecError naming every leaf that is frozen in the other tree."""
-    frozen = other.frozen_paths()
-    if bad := [path for path in leaves.paths() if path.removeprefix(leaves.name) in frozen]:
+    frozen = set(paths(other.whole, "", is_sharded)).difference(other.places())
+    if bad := [leaves.name + place for place in leaves.places() if place in frozen]:
         rule = f"{leaves.name} has leaves that are frozen in {other.name}"
         hint = f"None stands in the place of a frozen leaf; hpfunc.unfreeze({other.name}, where) lets it train"
         raise SpecError(message(function, rule, bad, hint=hint))
@@ -153,9 +148,9 @@ def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:
         raise SpecError(message(function, f"arrays still are partial sums, {why}", bad, hint=hint))
 
 
-def _missing(these: list[str], those: list[str], name: str, other: str) -> list[str]:
-    there = {path.removeprefix(other) for path in those}
-    return [path for path in these if path.removeprefix(name) not in there]
+def _missing(leaves: Leaves, other: Leaves) -> list[str]:
+    there = set(other.places())
+    return [place for place in leaves.places() if place not in there]
 
 
 def _kind(leaf: Any) -> object:

@@ -190,10 +190,9 @@ class MindSporeAscend(MindSporeDifferentiation):
         self, collective: Collective, group: str, sends: Sequence[Tensor], receives: Sequence[Tensor]
     ) -> list[Any]:
         size, handles = distributed.get_world_size(group), []
-        share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)
         for send, receive in zip(sends, receives, strict=True):
             if send.size:
-                self.counters.count(collective, int(send.nbytes * share))
+                self.counters.count_launch(collective, send.nbytes, size)
                 source = self._send_buffer(group, send, receive) if collective == "all_gather" else send
                 handles.append(_start(collective, group, source.view(-1), receive.view(-1)))
         return handles

@@ -228,10 +228,8 @@ class TorchBackend:
         self, collective: Collective, group: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
     ) -> list[Any]:
         pairs = [(s.view(-1), r.view(-1)) for s, r in zip(sends, receives, strict=True) if s.numel()]
-        size = group.size()
         for send, _ in pairs:
-            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}
-            self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
+            self.counters.count_launch(collective, send.nbytes, group.size())
         if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
             return [collectives.start_together(collective, group, pairs)]
         small = self._for_small.get(group, group)
