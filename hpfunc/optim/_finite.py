@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 from .. import backends
@@ -50,11 +52,7 @@ def _all_finite(function: str, name: str, tree: Any) -> Tensor:
     for leaf, value in zip(leaves.leaves, leaves.locals, strict=True):
         parts[leaf.mesh if is_sharded(leaf) else mesh_of_plain].append(value)
     found = [_summed(ops.num_not_finite(values), mesh) == 0 for mesh, values in parts.items()]
-    if not found:
-        return True
-    for other in found[1:]:
-        found[0] = found[0] & other
-    return found[0]
+    return reduce(and_, found) if found else True
 
 
 def _summed(number: Tensor, mesh: Mesh | None) -> Tensor:

@@ -93,9 +93,6 @@ class _Stepper:
     """The two functions of an optimizer, and what they know.
 
     Attributes:
-        cls: the class of torch.
-        groups: weights with other options, the first that selects a weight counts.
-        options: of all other weights.
         is_known: whether the class is one of `ELEMENTWISE`.
         takes_parts: whether weights may be cut.
     """

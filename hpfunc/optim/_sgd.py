@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .._errors import PolicyError, message
-from ..backends.foreach import Foreach
 from ._leaves import by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 from ._schedules import LearningRate, as_schedule, check_number
@@ -51,7 +50,10 @@ def sgd(
     (tensor([-0.5000, -0.5000]), SgdState(step=1, momentum=tensor([1., 1.])))
     """
     schedule = as_schedule(_NAME, learning_rate)
-    _check(momentum, nesterov, weight_decay)
+    check_number(_NAME, "momentum", momentum)
+    check_number(_NAME, "weight_decay", weight_decay)
+    if nesterov and not momentum:
+        raise PolicyError(message(_NAME, "nesterov needs a momentum above 0", hint="sgd(0.1, momentum=0.9)"))
 
     def init(params: Any) -> SgdState:
         weights, ops = leaves_of(_NAME, "params", params)
@@ -72,23 +74,13 @@ def sgd(
             if weight_decay:
                 step = ops.added(step, pick(weights, places), weight_decay)
             if momentum:
-                step = _accumulate(ops, pick(sums, places), step, momentum, nesterov)
+                held = pick(sums, places)
+                ops.scale_(held, momentum)
+                ops.add_(held, step)
+                step = ops.added(step, held, momentum) if nesterov else held
             return ops.scaled(step, step_size)
 
         updates = gradients.wrap(by_groups(ops, changes, changed))
         return updates, SgdState(state.step + 1, gradients.wrap(sums) if momentum else None)
 
     return Optimizer(init, update)
-
-
-def _accumulate(ops: Foreach, sums: list[Tensor], step: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
-    ops.scale_(sums, momentum)
-    ops.add_(sums, step)
-    return ops.added(step, sums, momentum) if nesterov else sums
-
-
-def _check(momentum: float, nesterov: bool, weight_decay: float) -> None:
-    check_number(_NAME, "momentum", momentum)
-    check_number(_NAME, "weight_decay", weight_decay)
-    if nesterov and not momentum:
-        raise PolicyError(message(_NAME, "nesterov needs a momentum above 0", hint="sgd(0.1, momentum=0.9)"))

@@ -99,16 +99,13 @@ class MindSporeAscend(MindSporeDifferentiation):
         return {key: self._store.get(key).decode() for key in written}
 
     def exchange(self, group: str, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
-        found: list[Any] = [None] * distributed.get_world_size(group)
         start = time.perf_counter()
-        distributed.all_gather_object(found, list(numbers), group)
+        found = _gathered(group, list(numbers))
         poll(label, time.perf_counter() - start)
         return found
 
     def exchange_text(self, group: str, text: str) -> list[str]:
-        found: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(found, text, group)
-        return found
+        return _gathered(group, text)
 
     # --- tensors ---------------------------------------------------------------------------------------------------
     def device_of(self, tensor: Tensor) -> str:
@@ -221,6 +218,12 @@ class MindSporeAscend(MindSporeDifferentiation):
         if source is not None:
             work.append(distributed.P2POp("irecv", receive, ranks[source], group))
         return distributed.batch_isend_irecv(work) if work else []
+
+
+def _gathered(group: str, value: Any) -> list[Any]:
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, value, group)
+    return found
 
 
 def _start(collective: Collective, group: str, send: Tensor, receive: Tensor) -> Any:

@@ -85,6 +85,7 @@ class UnitCall:
     def __init__(self, tape: Any, use: UnitUse, wholes: Sequence[Tensor]) -> None:
         self.tape, self.use = tape, use
         self.wholes = [tape.bridge.give(whole) for whole in wholes]
+        self.key = tape.num_uses, tuple(use.names)  # the same in every step, and no two units of a step alike
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -151,10 +152,9 @@ class _Watch:
 
     def __init__(self, call: UnitCall) -> None:
         self._call = call
-        key = call.tape.num_uses, tuple(call.use.names)  # the same in every step, and no two units of a step alike
         self._sizes: dict[int, list[int]] = {}
-        if key not in self.seen:
-            self.seen.add(key)
+        if call.key not in self.seen:
+            self.seen.add(call.key)
             for i, whole in enumerate(call.wholes):
                 if call.use.released[i] and whole.size > 1:
                     self._sizes.setdefault(whole.size, []).append(i)
@@ -180,10 +180,9 @@ class _Repeats:
 
     def __init__(self, call: UnitCall) -> None:
         self._names = call.use.names
-        key = call.tape.num_uses, tuple(self._names)
-        self._is_new = key not in self.seen
+        self._is_new = call.key not in self.seen
         self._outputs: list[int] | None = None
-        self.seen.add(key)
+        self.seen.add(call.key)
 
     def note(self, outputs: Any) -> None:
         """Remembers the outputs of the first call."""

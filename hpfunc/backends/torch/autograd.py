@@ -217,7 +217,8 @@ def _forgetting(
     def call(_: Tensor, *tensors: Tensor) -> Any:
         args, kwargs = put_back(tensors)
         if not first:
-            return _recording(fn, held, *_again(held), args, kwargs)
+            again = held.detached()
+            return _recording(fn, held, [weight.detach() for weight in again], again, args, kwargs)
         given = Arguments(args, kwargs, _version)  # here, because checkpointing makes the containers anew
         outputs = _recording(fn, held, *first.pop(), args, kwargs)
         refuse_changes(held.use.label, given)
@@ -232,11 +233,6 @@ def _version(x: Any) -> Any:
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else x._version
     return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
-
-
-def _again(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
-    weights = held.detached()
-    return [weight.detach() for weight in weights], weights
 
 
 class TorchTape:

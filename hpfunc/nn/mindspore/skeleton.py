@@ -232,12 +232,9 @@ class CellSkeleton:
 def _copy(cell: nn.Cell, params: Tensors, buffers: Tensors) -> nn.Cell:
     parts = list(PARTS.named(cell).values())
     memo: dict[int, Any] = {id(x): StandIn(path) for path, x in {**params, **buffers}.items()}
-    memo |= owners_of_hooks(parts, (x for p in parts for name, x in vars(p).items() if "hook" in name and _is_table(x)))
+    attributes = [(name, x) for part in parts for name, x in vars(part).items()]
+    memo |= owners_of_hooks(parts, (x for name, x in attributes if "hook" in name and isinstance(x, dict)))
     return copy_of(cell, memo, "cell")
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _made_ready(cell: nn.Cell) -> dict[str, Any]:
