@@ -40,9 +40,8 @@ def refuse_escaped(escaped: Sequence[str], copy: str) -> None:
     """Raises UsageError if there are weights of which an output is a view; `copy` is how the framework copies one."""
     if escaped:
         hint = f"return a copy (`{copy}`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
-        raise UsageError(
-            message("hpfunc.unit", "a gathered weight escapes from the unit as an output", escaped, hint=hint)
-        )
+        rule = "a gathered weight escapes from the unit as an output"
+        raise UsageError(message("hpfunc.unit", rule, escaped, hint=hint))
 
 
 def refuse_loss(found: str) -> LeafError:

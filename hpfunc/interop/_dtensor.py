@@ -28,9 +28,8 @@ _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"
 def _check_framework(function: str, mesh: Mesh) -> None:
     if mesh.framework != "torch":
         hint = "parts go from one framework to the other by hpfunc.interop.from_local, or by a checkpoint"
-        raise MeshError(
-            message(function, f"the mesh is one of {mesh.framework}, DTensor is torch's", mesh=mesh, hint=hint)
-        )
+        rule = f"the mesh is one of {mesh.framework}, DTensor is torch's"
+        raise MeshError(message(function, rule, mesh=mesh, hint=hint))
 
 
 def to_device_mesh(mesh: Mesh) -> Any:

@@ -98,9 +98,8 @@ def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> t
         rows = zip(leaves.paths(), leaves.leaves, map(backend.dtype_name, values), strict=True)
         bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind in rows if not has_sums(kind)]
         hint = "keep wider weights, which are cast where they are used; give gradients Numerics(accum_dtype='float32')"
-        raise LeafError(
-            message(function, f"{name} has leaves of 8-bit floats, which have no arithmetic", bad, hint=hint)
-        )
+        rule = f"{name} has leaves of 8-bit floats, which have no arithmetic"
+        raise LeafError(message(function, rule, bad, hint=hint))
     return leaves, backend.foreach
 
 

@@ -263,17 +263,13 @@ def _refuse_own_ways(cell: nn.Cell) -> None:
 def _refuse_dropout(cell: nn.Cell) -> None:
     """Raises UsageError for cells that draw other random numbers when they are recomputed on a CPU."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-    parts = PARTS.named(cell).items()
-    bad = [f"{path}: {type(x).__name__}" for path, x in parts if isinstance(x, kinds) and _drops(x)]
+    dropouts: list[tuple[str, Any]] = [(path, x) for path, x in PARTS.named(cell).items() if isinstance(x, kinds)]
+    bad = [f"{path}: {type(x).__name__}" for path, x in dropouts if (x.keep_prob < 1 if x.p is None else x.p > 0)]
     if bad and mindspore.get_context("device_target") == "CPU":
         rule = (
             "with remat=True dropout would draw other numbers in backward: MindSpore restores no state of it on a CPU"
         )
         raise UsageError(message(NAME, rule, bad, hint="leave remat out, or set p=0"))
-
-
-def _drops(dropout: Any) -> bool:
-    return dropout.keep_prob < 1 if dropout.p is None else dropout.p > 0
 
 
 def _has_parameters(value: Any) -> bool:
