@@ -12,7 +12,7 @@ from .protocol import Poll
 Stream = Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DevicePending:
     """A point on a stream of a device."""
 

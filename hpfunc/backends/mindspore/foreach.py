@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mindspore
 import optree
@@ -31,7 +31,8 @@ class HostForeach:
         def call(xs: Tensors, *others: Any) -> Any:
             # Tensors to write into were made here or are shards: contiguous, so torch sees their memory, not a copy.
             assert not name.endswith("_") or all(x.is_contiguous() for x in xs)
-            found = operation(*optree.tree_map(lambda x: self._backend.detach(x) if is_ours(x) else x, (xs, *others)))
+            given = cast(Any, (xs, *others))
+            found = operation(*optree.tree_map(lambda x: self._backend.detach(x) if is_ours(x) else x, given))
             return optree.tree_map(lambda x: x if isinstance(x, int) else self._backend.give(x), found)
 
         return call
