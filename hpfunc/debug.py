@@ -22,7 +22,7 @@ def check_replicas(tree: Any) -> None:
     Ranks along an axis that does not cut an array hold the same part of it. A learning rate or a mask that differs, an
     optimizer that looks at its own part only, a write into `.local`, or a memory fault makes them drift apart, and no
     loss shows it. Call it every N steps on parameters and optimizer state. Partial sums are not compared along the axes
-    over which they are partial, and leaves that are no `ShardedArray` not at all.
+    over which they are partial, and leaves that are not a `ShardedArray` not at all.
 
     Args:
         tree: pytree with `ShardedArray`, all on one mesh. All ranks call this together, outside of `sharded` steps.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from .foreach import Foreach
-from .host_bytes import HostBytes
-from .interop import SharedMemory
 from .unit_use import Tape
 
 Tensor = Any
@@ -47,6 +45,11 @@ class Counters:
             self.bytes_copied - earlier.bytes_copied,
             self.wait_s - earlier.wait_s,
         )
+
+    def count_launch(self, collective: Collective, num_bytes: int, size: int) -> None:
+        """Counts one collective of a group of this size, to which each rank gives this many bytes."""
+        share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)
+        self.count(collective, int(num_bytes * share))
 
     def count(self, collective: str, num_bytes: int) -> None:
         """Counts one collective that sends this many bytes."""
@@ -226,6 +229,33 @@ class Memory(Protocol):
         """Divides in place."""
         ...
 
+    def to_bytes(self, tensor: Tensor, *, copy: bool) -> Any:
+        """Returns the elements in row-major order, a flat numpy array of bytes.
+
+        Without `copy` they may share the memory of the tensor.
+        """
+        ...
+
+    def from_bytes(self, data: Any, shape: Sequence[int], dtype: str, device: str) -> Tensor:
+        """Returns a tensor with the elements in a numpy array of bytes; on a CPU it may keep their memory."""
+        ...
+
+    def as_tensor(self, value: Any) -> Tensor:
+        """Returns a tensor in the memory of a value, which is a tensor or supports DLPack.
+
+        Raises:
+            AttributeError, BufferError, RuntimeError, TypeError: its memory cannot be shared.
+        """
+        ...
+
+    def as_numpy(self, tensor: Tensor) -> Any:
+        """Returns a numpy array in the memory of a tensor.
+
+        Raises:
+            TypeError: numpy does not know the dtype, or the tensor lies on a device.
+        """
+        ...
+
 
 class Communication(Protocol):
     """Collectives."""
@@ -329,14 +359,4 @@ class Backend(Processes, Memory, Communication, Differentiation, Randomness, Pro
     @property
     def foreach(self) -> Foreach:
         """Arithmetic on lists of tensors, for optimizers."""
-        ...
-
-    @property
-    def host_bytes(self) -> HostBytes:
-        """Tensors as bytes in the memory of the host, for checkpoints."""
-        ...
-
-    @property
-    def interop(self) -> SharedMemory:
-        """Tensors in the memory of other libraries."""
         ...

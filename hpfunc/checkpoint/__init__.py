@@ -4,13 +4,11 @@ A checkpoint is complete or does not exist, even if processes are killed while t
 compared with a checksum. Nothing is ever unpickled.
 """
 
-from ._files import export_safetensors as export_safetensors
-from ._files import import_safetensors as import_safetensors
-from ._index import latest as latest
-from ._leaves import PerRank as PerRank
-from ._load import load as load
-from ._save import Saving as Saving
-from ._save import save as save
+from ._files import export_safetensors, import_safetensors
+from ._index import latest
+from ._leaves import PerRank
+from ._load import load
+from ._save import Saving, save
 
 # For autodoc, which leaves out imported names without it.
 __all__ = ["PerRank", "Saving", "export_safetensors", "import_safetensors", "latest", "load", "save"]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, message
-from ..backends.host_bytes import Buffer
 
 Shape = tuple[int, ...]
+Buffer = Any  # a flat numpy array of bytes; `import hpfunc` loads no numpy
 
 # Bytes under one checksum. A block is always read as a whole, even for one byte.
 BLOCK_BYTES = 1 << 20

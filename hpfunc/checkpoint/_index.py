@@ -141,13 +141,12 @@ def _one(data: dict[str, Any]) -> Array | Value:
     if "parts" not in data:
         ((kind, value),) = data.items()
         return Value({"bool": bool, "int": int, "float": float, "str": str}[kind](value))
-    parts = []
-    for part in data["parts"]:
-        stored = part["stored"]
-        blocks = None if stored["blocks"] is None else tuple(stored["blocks"])
-        place = Stored(stored["file"], stored["dtype"], tuple(stored["shape"]), stored["offset"], blocks)
-        parts.append(Part(tuple(part["start"]), place))
+    parts = (Part(tuple(part["start"]), Stored(**_with_tuples(part["stored"]))) for part in data["parts"])
     return Array(tuple(data["shape"]), data["dtype"], tuple(parts))
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

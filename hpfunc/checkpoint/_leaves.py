@@ -135,7 +135,7 @@ def _dtype(backend: Backend, leaf: Any, value: Any) -> tuple[str | None, str | N
     """Returns the dtype of a leaf (None for a value), and what is wrong with the leaf."""
     if is_sharded(value):
         if isinstance(leaf, PerRank):
-            return None, "a ShardedArray is no PerRank"
+            return None, "a ShardedArray is not a value of PerRank"
         if value._held_dtype is None:
             return None, "the array was donated"
         if value.spec.unreduced:
@@ -155,9 +155,8 @@ def mesh_of(function: str, tree: Any, mesh: Mesh | None) -> Mesh:
     Raises:
         MeshError: there is none, or arrays lie on other ranks.
     """
-    arrays = [
-        (key, x) for key, x in zip(dotted_paths(tree, is_leaf), flatten(tree, is_leaf)[0], strict=True) if is_sharded(x)
-    ]
+    named = zip(dotted_paths(tree, is_leaf), flatten(tree, is_leaf)[0], strict=True)
+    arrays = [(key, x) for key, x in named if is_sharded(x)]
     found = mesh or next((array.mesh for _, array in arrays), None) or mesh_in_use()
     if found is None:
         rule, hint = "the tree has no ShardedArray, so nothing tells which ranks take part", "give mesh=..."

@@ -103,7 +103,8 @@ class Plan:
     def facts(self) -> str:
         """Returns what must be equal on all ranks."""
         pairs = zip(self.leaves, self.entries, strict=True)
-        return "\n".join(f"{leaf.key}: {'kept' if entry is None else 'read'}, {_spec(leaf)}" for leaf, entry in pairs)
+        rows = [(x.key, "kept" if entry is None else "read", x.value) for x, entry in pairs]
+        return "\n".join(f"{key}: {did}, {f'spec {x.spec}' if is_sharded(x) else 'plain'}" for key, did, x in rows)
 
 
 def fit(
@@ -121,7 +122,7 @@ def fit(
         kind, fault = ("missing", describe(leaf)) if entry is None else _misfit(leaf, entry, mesh)
         if kind is not None:
             faults[kind].append(f"{kind}: {leaf.key}: {fault}")
-        entries.append(None if kind in ("missing", "misfit") else _of_this_rank(entry, mesh))
+        entries.append(None if entry is None or kind == "misfit" else _of_this_rank(entry, mesh))
     known = {leaf.key for leaf in leaves}
     faults["unexpected"] = [f"unexpected: {key}: {entry}" for key, entry in stored.items() if key not in known]
     refused = [name for name in ALLOWED if faults[name] and name not in allow]
@@ -132,7 +133,7 @@ def fit(
     return Plan(leaves, entries)
 
 
-def _of_this_rank(entry: Entry | None, mesh: Mesh) -> Array | Value | None:
+def _of_this_rank(entry: Entry, mesh: Mesh) -> Array | Value:
     return entry.entries[mesh.ranks.index(mesh.rank)] if isinstance(entry, RankValues) else entry
 
 
@@ -147,10 +148,9 @@ def _misfit(leaf: Leaf, entry: Entry, mesh: Mesh) -> tuple[str | None, str]:
     text = f"{describe(leaf)}, but {entry} was saved"
     if leaf.is_per_rank != isinstance(entry, RankValues):
         return "misfit", text
-    if isinstance(entry, RankValues):
-        if len(entry.entries) != mesh.size:
-            return "misfit", f"{text}, and {mesh.size} load"
-        entry = entry.entries[mesh.ranks.index(mesh.rank)]  # that of another rank may have another shape
+    if isinstance(entry, RankValues) and len(entry.entries) != mesh.size:
+        return "misfit", f"{text}, and {mesh.size} load"
+    entry = _of_this_rank(entry, mesh)  # that of another rank may have another shape
     if isinstance(entry, Array):
         if leaf.dtype is None or (not leaf.is_per_rank and leaf.shape != entry.shape):
             return "misfit", text
@@ -189,13 +189,9 @@ def _one(leaf: Leaf, entry: Array | Value, mesh: Mesh, reader: Reader) -> Any:
     box = tuple(slice(0, n) for n in entry.shape) if leaf.is_per_rank else leaf.box
     data = reader.read(leaf.key, entry.parts, box, entry.dtype)
     shape = tuple(place.stop - place.start for place in box)
-    tensor = backend.host_bytes.from_bytes(data, shape, entry.dtype, backend.device_of(leaf.local))
+    tensor = backend.from_bytes(data, shape, entry.dtype, backend.device_of(leaf.local))
     assert leaf.dtype is not None
     return tensor if entry.dtype == leaf.dtype else backend.cast(tensor, leaf.dtype)
-
-
-def _spec(leaf: Leaf) -> str:
-    return f"spec {leaf.value.spec}" if is_sharded(leaf.value) else "plain"
 
 
 def _wrap(leaf: Leaf, value: Any) -> Any:

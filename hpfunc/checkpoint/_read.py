@@ -6,14 +6,13 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .._errors import CheckpointError, message
-from ..backends.host_bytes import Buffer
-from ._format import BLOCK_BYTES, ITEM_BYTES, Shape, Stored, checksum, num_bytes
+from ._format import BLOCK_BYTES, ITEM_BYTES, Buffer, Shape, Stored, checksum, num_bytes
 
 Box = tuple[slice, ...]
 
@@ -75,7 +74,7 @@ def _runs(shape: Shape, box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, start + length
 
 
-class Reader:
+class Reader(ExitStack):
     """Files of one folder, opened when they are first needed; a context manager that closes them.
 
     Attributes:
@@ -84,20 +83,11 @@ class Reader:
     """
 
     def __init__(self, function: str, folder: Path, heads: dict[str, tuple[int, int, str]] | None = None) -> None:
+        super().__init__()
         self.function, self.folder = function, folder
         self.heads = heads or {}
         self.bytes_read = 0
         self._files: dict[str, int] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
 
     def read(self, key: str, parts: Sequence[Part], box: Box, dtype: str) -> Buffer:
         """Returns the bytes of a box of the array `key`.
@@ -141,6 +131,7 @@ class Reader:
     def _open(self, name: str) -> int:
         if name not in self._files:
             file = self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+            self.callback(os.close, file)
             if name in self.heads:
                 size, length, expected = self.heads[name]
                 if os.fstat(file).st_size != size:

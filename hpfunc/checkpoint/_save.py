@@ -21,7 +21,7 @@ from ._format import Tensor, Written, sync_folder, write_file, write_text
 from ._index import INDEX, Array, Entry, Index, RankValues, Value, folder, from_data, leftovers, steps, to_data
 from ._leaves import Leaf, leaves_of, mesh_of
 from ._read import Part
-from ._together import as_path, by_first, disk, texts_of_all
+from ._together import as_path, by_first, disk
 
 _NAME = "hpfunc.checkpoint.save"
 # Saves that nobody has waited for, by folder and ranks. The next save of the same folder waits for them.
@@ -189,7 +189,7 @@ class Saving:
 
     def _contents(self, copy: bool) -> tuple[list[Tensor], dict[str, Value]]:
         """Returns the tensors that this rank writes, and its `PerRank` values."""
-        bytes_of = backends.get(self._mesh.framework).host_bytes.to_bytes
+        bytes_of = backends.get(self._mesh.framework).to_bytes
         tensors = [
             Tensor(leaf.key, leaf.dtype, tuple(leaf.local.shape), bytes_of(leaf.local, copy=copy))
             for leaf in self._leaves
@@ -226,7 +226,9 @@ class Saving:
         with agreeing(self._mesh, _NAME, lambda: ""):
             if self._error is not None:
                 raise self._error
-        texts = texts_of_all(self._mesh, _NAME, self._text)
+        texts = [self._text]
+        if self._mesh.size > 1:
+            texts = control(self._mesh).exchange_text(f"{_NAME}: what each rank wrote", self._text)
         by_first(self._mesh, _NAME, lambda: self._complete([json.loads(text) for text in texts]))
         self._leaves = []
 

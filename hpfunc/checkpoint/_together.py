@@ -40,15 +40,6 @@ def by_first(mesh: Mesh, function: str, act: Callable[[], Sequence[int]], num_nu
     return numbers if mesh.size == 1 else control(mesh).exchange(f"{function}: numbers", numbers)[0]
 
 
-def texts_of_all(mesh: Mesh, function: str, text: str) -> list[str]:
-    """Returns the text of every rank, in the order of the mesh.
-
-    Raises:
-        PeerError: a rank ended.
-    """
-    return [text] if mesh.size == 1 else control(mesh).exchange_text(f"{function}: what each rank wrote", text)
-
-
 def as_path(path: str | Path) -> Path:
     """Returns an absolute path, which stays valid when the process changes its folder."""
     return Path(path).expanduser().absolute()

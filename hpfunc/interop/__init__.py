@@ -5,12 +5,8 @@ and `to_numpy` for parts that come from, or go to, numpy and every library that 
 write into one is seen in the other.
 """
 
-from ._dtensor import from_device_mesh as from_device_mesh
-from ._dtensor import from_dtensor as from_dtensor
-from ._dtensor import to_device_mesh as to_device_mesh
-from ._dtensor import to_dtensor as to_dtensor
-from ._local import from_local as from_local
-from ._local import to_numpy as to_numpy
+from ._dtensor import from_device_mesh, from_dtensor, to_device_mesh, to_dtensor
+from ._local import from_local, to_numpy
 
 # For autodoc, which leaves out imported names without it.
 __all__ = ["from_device_mesh", "from_dtensor", "from_local", "to_device_mesh", "to_dtensor", "to_numpy"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from .. import backends
 from .._errors import LeafError, MeshError, SpecError, message
@@ -11,7 +11,9 @@ from .._values.array import ShardedArray, check_sharded, describe, is_sharded, l
 from .._values.layout import Layout
 from .._values.mesh import AxisNames, Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
-from ..backends.interop import DTensors, Placements
+
+if TYPE_CHECKING:
+    from ..backends.torch.dtensor import Placements
 
 _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"
 
@@ -23,16 +25,11 @@ _TO, _FROM = "hpfunc.interop.to_dtensor", "hpfunc.interop.from_dtensor"
 # facts.
 
 
-def bridge() -> DTensors:
-    return cast(DTensors, backends.get("torch").interop)
-
-
 def _check_framework(function: str, mesh: Mesh) -> None:
     if mesh.framework != "torch":
         hint = "parts go from one framework to the other by hpfunc.interop.from_local, or by a checkpoint"
-        raise MeshError(
-            message(function, f"the mesh is one of {mesh.framework}, DTensor is torch's", mesh=mesh, hint=hint)
-        )
+        rule = f"the mesh is one of {mesh.framework}, DTensor is torch's"
+        raise MeshError(message(function, rule, mesh=mesh, hint=hint))
 
 
 def to_device_mesh(mesh: Mesh) -> Any:
@@ -47,7 +44,9 @@ def to_device_mesh(mesh: Mesh) -> Any:
     Communication: the first time the process groups of the axes are made, which all ranks of the world must do.
     """
     _check_framework("hpfunc.interop.to_device_mesh", mesh)
-    return bridge().device_mesh("hpfunc.interop.to_device_mesh", mesh)
+    from ..backends.torch.dtensor import device_mesh_of  # it loads much of torch
+
+    return device_mesh_of("hpfunc.interop.to_device_mesh", mesh)
 
 
 def from_device_mesh(device_mesh: Any, data_axes: AxisNames | None = None, timeout_s: float = 300.0) -> Mesh:
@@ -95,8 +94,9 @@ def to_dtensor(tree: Any, device_mesh: Any = None) -> Any:
         device_mesh = to_device_mesh(mesh)
     else:
         _check_mesh(_TO, mesh, device_mesh)
-    make = bridge().dtensor
-    return unflatten(treedef, [make(share(x).local, x.shape, _placements(x.layout), device_mesh) for x in leaves])
+    from ..backends.torch.dtensor import dtensor_of
+
+    return unflatten(treedef, [dtensor_of(share(x).local, x.shape, _placements(x.layout), device_mesh) for x in leaves])
 
 
 def from_dtensor(tree: Any, mesh: Mesh | None = None) -> Any:
@@ -117,16 +117,18 @@ def from_dtensor(tree: Any, mesh: Mesh | None = None) -> Any:
     leaves, treedef = flatten(tree, is_sharded)
     if mesh is not None:
         _check_framework(_FROM, mesh)
-    kind, names = bridge(), paths(tree, "tree", is_sharded)
-    found = [(name, leaf, kind.taken(leaf)) for name, leaf in zip(names, leaves, strict=True)]
-    if not any(taken is not None for *_, taken in found):
+    from ..backends.torch.dtensor import taken
+
+    names = paths(tree, "tree", is_sharded)
+    found = [(name, leaf, taken(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+    if all(part is None for *_, part in found):
         raise LeafError(message(_FROM, "tree has no leaf that is a DTensor", names[:3]))
     bad, arrays = [], []
-    for name, leaf, taken in found:
-        if taken is None:
+    for name, leaf, part in found:
+        if part is None:
             arrays.append(leaf)
             continue
-        local, placements, device_mesh = taken
+        local, placements, device_mesh = part
         its = from_device_mesh(device_mesh) if mesh is None else mesh
         _check_mesh(_FROM, its, device_mesh)
         shape, spec = tuple(leaf.shape), _spec(placements, its)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from .. import backends
@@ -45,7 +46,7 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
     facts: list[str] = []
     with agreeing(mesh, _FROM, lambda: "".join(facts)):
         tensor = _shared(local, mesh)
-        whole = _Shape(tuple(shape))
+        whole = SimpleNamespace(shape=tuple(shape))
         leaf_specs(_FROM, whole, "local", spec, mesh, allow_unreduced=True)
         layout = layout_of(whole.shape, spec, mesh)
         wanted = layout.local_shape(mesh.coordinate)
@@ -57,16 +58,9 @@ def from_local(local: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
     return share(ShardedArray(tensor, whole.shape, spec, mesh))
 
 
-class _Shape:
-    """A leaf that has a shape only."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-
 def _shared(local: Any, mesh: Mesh) -> Any:
     try:
-        tensor = backends.get(mesh.framework).interop.as_tensor(local)
+        tensor = backends.get(mesh.framework).as_tensor(local)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         hint = "a tensor, a numpy array that may be written to, or what has __dlpack__"
         rule = f"the memory of a {type(local).__name__} cannot be shared: {error}"
@@ -99,7 +93,7 @@ def to_numpy(tree: Any) -> Any:
     parts, bad = [], []
     for name, leaf in zip(paths(tree, "tree", is_sharded), leaves, strict=True):
         try:
-            parts.append(backends.get(leaf.mesh.framework).interop.as_numpy(leaf._value))
+            parts.append(backends.get(leaf.mesh.framework).as_numpy(leaf._value))
         except TypeError:
             bad.append(f"{name}: {describe(leaf)}, {leaf.dtype} on {leaf.mesh.device}")
     if bad:

@@ -5,10 +5,8 @@ not change the module. Its repeated blocks become units. `init_module` does the 
 whole, and `to_module` writes weights back.
 """
 
-from ._function import ModuleFunction as ModuleFunction
-from ._module import from_module as from_module
-from ._module import init_module as init_module
-from ._module import to_module as to_module
+from ._function import ModuleFunction
+from ._module import from_module, init_module, to_module
 
 # For autodoc, which leaves out imported names without it.
 __all__ = ["ModuleFunction", "from_module", "init_module", "to_module"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from .._errors import SpecError, UsageError, message
 
@@ -20,40 +20,37 @@ Named = Mapping[str, Module]
 _NAME = "hpfunc.from_module"
 
 
-class Parts(Protocol):
+@dataclass(frozen=True, slots=True)
+class Parts:
     """How a framework's modules are made of parts.
 
     Attributes:
         kind: the class of all modules.
         method: the name of the method that a call of a module runs.
+        lists: the framework's classes of lists and dicts of modules.
+        unset: methods of that name that only say that a class has none.
+        named: returns a module and all its parts by path, each once. The path of the module is "".
+        children: returns the direct parts of a module by name, each once.
+        own: returns the names of the parameters that belong to a module and not to its parts.
+        computes_own: returns whether a module computes a parameter of its own from those of its parts.
     """
 
     kind: type
     method: str
-
-    def named(self, module: Module) -> dict[str, Module]:
-        """Returns a module and all its parts by path, each once. The path of the module is ""."""
-        ...
-
-    def children(self, module: Module) -> Iterable[tuple[str, Module]]:
-        """Returns the direct parts of a module by name, each once."""
-        ...
-
-    def own(self, module: Module) -> list[str]:
-        """Returns the names of the parameters that belong to a module and not to its parts."""
-        ...
-
-    def computes_own(self, module: Module) -> bool:
-        """Returns whether a module computes a parameter of its own from those of its parts."""
-        ...
+    lists: tuple[type, ...]
+    unset: tuple[Callable[..., Any], ...]
+    named: Callable[[Module], dict[str, Module]]
+    children: Callable[[Module], Iterable[tuple[str, Module]]]
+    own: Callable[[Module], list[str]]
+    computes_own: Callable[[Module], bool] = lambda module: False
 
     def is_list(self, module: Module) -> bool:
         """Returns whether a module is a list or dict of modules of the framework."""
-        ...
+        return isinstance(module, self.lists)
 
     def is_called(self, module: Module) -> bool:
         """Returns whether a module has the method that a call runs."""
-        ...
+        return getattr(type(module), self.method) not in self.unset
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,16 @@ See Note [The copy] in `nn.torch.skeleton`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .._errors import UsageError, message
+from .._errors import LeafError, UsageError, message
 from .._running.context import module_call, module_unit
+from .._transforms.unshard import unshard
+from .._values.array import is_sharded
 
 Tensor = Any
 NAME = "hpfunc.from_module"
@@ -96,8 +99,28 @@ def refuse_writes(paths: Sequence[str]) -> UsageError:
     return UsageError(message(NAME, "the module writes into a parameter", paths, hint=hint))
 
 
-def misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with tensors that are to replace those of a module."""
+def replacements(
+    tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    params: Mapping[str, Any],
+    buffers: Mapping[str, Tensor] | None,
+) -> list[tuple[str, Tensor, Any]]:
+    """Returns path, tensor and new value for the parameters of a module, and for its buffers if there are new ones.
+
+    Raises:
+        LeafError: paths or shapes are not those of the module.
+    """
+    pairs = [(tensors[0], params)] if buffers is None else [(tensors[0], params), (tensors[1], buffers)]
+    if bad := [line for own, given in pairs for line in _misfits(own, given)]:
+        raise LeafError(message("hpfunc.to_module", "the weights are not those of the module", bad))
+    return [(path, x, given[path]) for own, given in pairs for path, x in own.items()]
+
+
+def whole(value: Any) -> Tensor:
+    """Returns the values of an array, whole, or a plain tensor itself."""
+    return unshard(value, value.mesh.axis_names) if is_sharded(value) else value
+
+
+def _misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
     missing = [f"{path}: missing" for path in own if given.get(path) is None]
     unexpected = [f"{path}: unexpected" for path in given if path not in own]
     shapes = [
@@ -106,6 +129,19 @@ def misfits(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
         if given.get(path) is not None and tuple(given[path].shape) != tuple(x.shape)
     ]
     return missing + unexpected + shapes
+
+
+def copy_of(module: Any, memo: dict[int, Any], kind: str) -> Any:
+    """Returns a copy of a module, with the objects of `memo` in place of those with these identities.
+
+    Raises:
+        UsageError: the module cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        hint = f"make the attribute that cannot be copied outside of the {kind}"
+        raise UsageError(message(NAME, f"the {kind} cannot be copied: {error}", hint=hint)) from error
 
 
 def owners_of_hooks(parts: Iterable[Any], tables: Iterable[Mapping[Any, Any]]) -> dict[int, Any]:

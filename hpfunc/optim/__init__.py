@@ -11,32 +11,23 @@ weight, once. So with weights of 16 bits a moment takes four bytes an element. C
 they are given.
 """
 
-from ._adam import AdamState as AdamState
-from ._adam import adamw as adamw
-from ._adam import scale_by_adam as scale_by_adam
-from ._bind import Bound as Bound
-from ._bind import bind as bind
-from ._finite import ApplyIfFiniteState as ApplyIfFiniteState
-from ._finite import all_finite as all_finite
-from ._finite import apply_if_finite as apply_if_finite
-from ._from_torch import TorchState as TorchState
-from ._from_torch import from_torch as from_torch
-from ._loss_scale import DynamicLossScale as DynamicLossScale
-from ._loss_scale import LossScaleState as LossScaleState
-from ._norm import clip_by_global_norm as clip_by_global_norm
-from ._norm import global_norm as global_norm
-from ._optimizer import Optimizer as Optimizer
-from ._optimizer import add_decayed_weights as add_decayed_weights
-from ._optimizer import apply_updates as apply_updates
-from ._optimizer import chain as chain
-from ._optimizer import scale as scale
-from ._optimizer import scale_by_learning_rate as scale_by_learning_rate
-from ._optimizer import scale_by_schedule as scale_by_schedule
-from ._schedules import constant as constant
-from ._schedules import linear as linear
-from ._schedules import warmup_cosine as warmup_cosine
-from ._sgd import SgdState as SgdState
-from ._sgd import sgd as sgd
+from ._adam import AdamState, adamw, scale_by_adam
+from ._bind import Bound, bind
+from ._finite import ApplyIfFiniteState, all_finite, apply_if_finite
+from ._from_torch import TorchState, from_torch
+from ._loss_scale import DynamicLossScale, LossScaleState
+from ._norm import clip_by_global_norm, global_norm
+from ._optimizer import (
+    Optimizer,
+    add_decayed_weights,
+    apply_updates,
+    chain,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+)
+from ._schedules import constant, linear, warmup_cosine
+from ._sgd import SgdState, sgd
 
 # For autodoc, which leaves out imported names without it.
 __all__ = [

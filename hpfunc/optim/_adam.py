@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._errors import LeafError, message
 from ..backends.foreach import Foreach
-from ._leaves import Leaves, leaves_of, like, needed, pick, writable
+from ._leaves import Leaves, by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer, decays_of
 from ._schedules import LearningRate, as_schedule, check_number
 
@@ -31,7 +31,8 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-class _Adam(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Adam:
     """The part that both share."""
 
     function: str
@@ -39,7 +40,7 @@ class _Adam(NamedTuple):
     b2: float
     eps: float
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_number(self.function, "b1", self.b1, 0.0, 1.0)
         check_number(self.function, "b2", self.b2, 0.0, 1.0)
         check_number(self.function, "eps", self.eps)
@@ -53,15 +54,14 @@ class _Adam(NamedTuple):
         self, gradients: Leaves, ops: Foreach, state: AdamState, step_size: float, base: Base
     ) -> tuple[Any, AdamState]:
         """Returns ``base + step_size * mu / (sqrt(nu) + eps)``, of corrected moments, in torch.optim's order."""
-        if not isinstance(state, AdamState):
-            hint = "take it from init, or from the last update"
-            raise LeafError(message(self.function, f"the state is no AdamState but {type(state).__name__}", hint=hint))
+        check_state(self.function, state, AdamState)
         old_mu = like(self.function, "state.mu", state.mu, gradients)
         old_nu = like(self.function, "state.nu", state.nu, gradients)
         step, changes = state.step + 1, gradients.locals
         mu, nu = writable(self.function, old_mu, ops), writable(self.function, old_nu, ops)
         step_size, correction = step_size / (1 - self.b1**step), (1 - self.b2**step) ** 0.5
-        for places in ops.groups(changes):
+
+        def moved(places: list[int]) -> list[Tensor]:
             m, v = pick(mu, places), pick(nu, places)
             g = ops.cast(pick(changes, places), m)
             ops.lerp_(m, g, 1 - self.b1)
@@ -72,9 +72,10 @@ class _Adam(NamedTuple):
             ops.shift_(divisors, self.eps)
             total = base(places, g)
             ops.add_quotient_(total, m, divisors, step_size)
-            for place, value in zip(places, total, strict=True):
-                changes[place] = value
-        return gradients.wrap(changes), AdamState(step, gradients.wrap(mu), gradients.wrap(nu))
+            return total
+
+        updates = gradients.wrap(by_groups(ops, changes, moved))
+        return updates, AdamState(step, gradients.wrap(mu), gradients.wrap(nu))
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
@@ -98,7 +99,6 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
     tensor([ 1.0000, -1.0000])
     """
     adam = _Adam("hpfunc.optim.scale_by_adam", b1, b2, eps)
-    adam.check()
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         gradients, ops = leaves_of(adam.function, "grads", grads)
@@ -143,7 +143,6 @@ def adamw(
     tensor([-0.1500, -0.1000])
     """
     adam = _Adam("hpfunc.optim.adamw", b1, b2, eps)
-    adam.check()
     schedule = as_schedule(adam.function, learning_rate)
     check_number(adam.function, "weight_decay", weight_decay)
 

@@ -11,7 +11,6 @@ from .._errors import LeafError, UsageError, message
 from .._running.writes import share
 from .._transforms.collectives import pmax
 from .._values.array import describe, is_sharded
-from .._values.mesh import Mesh
 from .._values.tree import dotted_paths, flatten
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
 
@@ -78,7 +77,7 @@ class Bound:
         if not scaler.is_enabled():
             return
         scaler.unscale_(optimizer)
-        mesh = _mesh_of(self.params)
+        mesh = leaves_of(_NAME, "params", self.params)[0].leaves[0].mesh
         for found in scaler._found_inf_per_device(optimizer).values():
             found.copy_(pmax(found, mesh.axis_names, mesh=mesh))
 
@@ -129,7 +128,7 @@ def _check(weights: Leaves) -> None:
     pairs = list(zip(weights.paths(), weights.leaves, strict=True))
     bad = [f"{path}: {describe(x)}" for path, x in pairs if not is_sharded(x)]
     if bad or not pairs:
-        rule = "params has leaves that are no ShardedArray, or none"
+        rule = "params has no leaf, or a leaf that is not a ShardedArray"
         if not bad and flatten(weights.whole, is_sharded)[0]:
             rule, hint = "every array of params is frozen", "hpfunc.unfreeze(params, where) makes arrays trainable"
         raise LeafError(message(_NAME, rule, bad, hint=hint))
@@ -143,7 +142,3 @@ def _check(weights: Leaves) -> None:
         if bad := [f"{path}: {describe(x)}" for path, x in pairs if is_fault(x)]:
             hint = "bind each array once, by itself, and use it at several places of the loss"
             raise LeafError(message(_NAME, rule, bad, mesh=mesh, hint=hint))
-
-
-def _mesh_of(params: Any) -> Mesh:
-    return leaves_of(_NAME, "params", params)[0].leaves[0].mesh

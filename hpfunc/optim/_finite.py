@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 from .. import backends
@@ -11,7 +13,7 @@ from .._running.context import mesh_in_use
 from .._transforms.collectives import psum
 from .._values.array import is_sharded
 from .._values.mesh import Mesh
-from ._leaves import leaves_of, refuse_partial_sums
+from ._leaves import check_state, leaves_of, refuse_partial_sums
 from ._optimizer import Optimizer
 
 Tensor = Any
@@ -50,11 +52,7 @@ def _all_finite(function: str, name: str, tree: Any) -> Tensor:
     for leaf, value in zip(leaves.leaves, leaves.locals, strict=True):
         parts[leaf.mesh if is_sharded(leaf) else mesh_of_plain].append(value)
     found = [_summed(ops.num_not_finite(values), mesh) == 0 for mesh, values in parts.items()]
-    if not found:
-        return True
-    for other in found[1:]:
-        found[0] = found[0] & other
-    return found[0]
+    return reduce(and_, found) if found else True
 
 
 def _summed(number: Tensor, mesh: Mesh | None) -> Tensor:
@@ -112,16 +110,13 @@ def apply_if_finite(optimizer: Optimizer) -> Optimizer:
     """
     name = "hpfunc.optim.apply_if_finite"
     if not isinstance(optimizer, Optimizer):
-        raise LeafError(message(name, f"the argument is no Optimizer but {type(optimizer).__name__}"))
+        raise LeafError(message(name, f"the argument is not an Optimizer but {type(optimizer).__name__}"))
 
     def init(params: Any) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(optimizer.init(params), True, 0)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, ApplyIfFiniteState]:
-        if not isinstance(state, ApplyIfFiniteState):
-            hint = "take it from init, or from the last update"
-            rule = f"the state is no ApplyIfFiniteState but {type(state).__name__}"
-            raise LeafError(message(name, rule, hint=hint))
+        check_state(name, state, ApplyIfFiniteState)
         if not holds(name, _all_finite(name, "grads", grads)):
             return _nothing(name, grads), ApplyIfFiniteState(state.inner, False, state.num_skipped + 1)
         updates, inner = optimizer.update(grads, state.inner, params)

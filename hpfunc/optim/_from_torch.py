@@ -15,7 +15,7 @@ from .._values.array import describe, is_sharded
 from .._values.partition import Where, selector
 from .._values.tree import dotted_paths, unflatten
 from ..backends.foreach import Foreach
-from ._leaves import Leaves, leaves_of, like, needed, pick, writable
+from ._leaves import Leaves, by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 
 Tensor = Any
@@ -28,21 +28,8 @@ _NAME = "hpfunc.optim.from_torch"
 # as the step. It then does on a part of a weight what it does on the whole. These classes of torch are element-wise.
 # Muon (orthogonal matrices), Adafactor (means of rows and columns) and LBFGS (dot products over all weights) are not:
 # on a part they compute something else, without an error. Of a class that is not named here this is not known.
-ELEMENTWISE = frozenset(
-    {
-        "torch.optim.adadelta.Adadelta",
-        "torch.optim.adagrad.Adagrad",
-        "torch.optim.adam.Adam",
-        "torch.optim.adamax.Adamax",
-        "torch.optim.adamw.AdamW",
-        "torch.optim.asgd.ASGD",
-        "torch.optim.nadam.NAdam",
-        "torch.optim.radam.RAdam",
-        "torch.optim.rmsprop.RMSprop",
-        "torch.optim.rprop.Rprop",
-        "torch.optim.sgd.SGD",
-    }
-)
+_NAMES = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+ELEMENTWISE = frozenset(f"torch.optim.{name.lower()}.{name}" for name in _NAMES)
 # State that is a number for the whole weight. A weight without dims has the same shape.
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
@@ -106,9 +93,6 @@ class _Stepper:
     """The two functions of an optimizer, and what they know.
 
     Attributes:
-        cls: the class of torch.
-        groups: weights with other options, the first that selects a weight counts.
-        options: of all other weights.
         is_known: whether the class is one of `ELEMENTWISE`.
         takes_parts: whether weights may be cut.
     """
@@ -126,9 +110,7 @@ class _Stepper:
     def update(self, grads: Any, state: TorchState, params: Any = None) -> tuple[Any, TorchState]:
         gradients, ops = leaves_of(_NAME, "grads", grads)
         weights = like(_NAME, "params", needed(_NAME, params, "torch's step reads them"), gradients)
-        if not isinstance(state, TorchState):
-            hint = "take it from init, or from the last update"
-            raise LeafError(message(_NAME, f"the state is no TorchState but {type(state).__name__}", hint=hint))
+        check_state(_NAME, state, TorchState)
         places, olds = self._places(weights), ops.widened(weights.locals)
         if not olds or backends.get("torch").is_abstract(olds[0]):
             return gradients.wrap(ops.zeros(olds)), TorchState(state.step + 1, state.slots)
@@ -142,10 +124,8 @@ class _Stepper:
             optimizer.state[new].update(slot)
         optimizer.step()
         kept = _slots([optimizer.state[new] for new in news], weights)
-        for chosen in ops.groups(news):
-            for place, value in zip(chosen, ops.added(pick(news, chosen), pick(olds, chosen), -1.0), strict=True):
-                news[place] = value
-        return gradients.wrap(news), TorchState(state.step + 1, kept)
+        updates = by_groups(ops, news, lambda chosen: ops.added(pick(news, chosen), pick(olds, chosen), -1.0))
+        return gradients.wrap(updates), TorchState(state.step + 1, kept)
 
     def _optimizer(self, news: list[Tensor], places: Sequence[list[int]], step: int) -> Any:
         settings = [*(changed for _, changed in self.groups), {}]

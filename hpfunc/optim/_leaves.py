@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,9 @@ class Leaves:
         pairs = zip(leaves, marks_of(function, leaves), strict=True)
         return unflatten(treedef, [leaf if trains is False else next(new) for leaf, trains in pairs])
 
-    def frozen_paths(self) -> list[str]:
-        """Returns the paths of the leaves that are left out, without the name of the tree."""
-        here = set(self.paths())
-        return [path.removeprefix(self.name) for path in paths(self.whole, self.name, is_sharded) if path not in here]
+    def places(self) -> list[str]:
+        """Returns the path of each leaf, without the name of the tree."""
+        return paths(self.tree, "", is_sharded)
 
     def paths(self) -> list[str]:
         """Returns the path of each leaf."""
@@ -99,9 +98,8 @@ def leaves_of(function: str, name: str, tree: Any, *, frozen: bool = False) -> t
         rows = zip(leaves.paths(), leaves.leaves, map(backend.dtype_name, values), strict=True)
         bad = [f"{path}: {describe(x)}, {kind}" for path, x, kind in rows if not has_sums(kind)]
         hint = "keep wider weights, which are cast where they are used; give gradients Numerics(accum_dtype='float32')"
-        raise LeafError(
-            message(function, f"{name} has leaves of 8-bit floats, which have no arithmetic", bad, hint=hint)
-        )
+        rule = f"{name} has leaves of 8-bit floats, which have no arithmetic"
+        raise LeafError(message(function, rule, bad, hint=hint))
     return leaves, backend.foreach
 
 
@@ -114,14 +112,10 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
     leaves = Leaves.of(function, name, tree)
     hint = f"{name} and {other.name} come from the same weights; call init again after these have changed"
     if leaves.treedef != other.treedef:
-        mine, theirs = leaves.paths(), other.paths()
-        _refuse_frozen(function, leaves, other)
-        _refuse_frozen(function, other, leaves)
-        bad = [f"only in {name}: {path.removeprefix(name)}" for path in _missing(mine, theirs, name, other.name)]
-        bad += [
-            f"only in {other.name}: {path.removeprefix(other.name)}"
-            for path in _missing(theirs, mine, other.name, name)
-        ]
+        both = (leaves, other), (other, leaves)
+        for one, another in both:
+            _refuse_frozen(function, one, another)
+        bad = [f"only in {one.name}: {place}" for one, another in both for place in _missing(one, another)]
         bad = bad or [f"{name}: {leaves.treedef}", f"{other.name}: {other.treedef}"]
         raise SpecError(message(function, f"{name} and {other.name} are different trees", bad, hint=hint))
     if all(_kind(a) == _kind(b) for a, b in zip(leaves.leaves, other.leaves, strict=True)):
@@ -136,8 +130,8 @@ def like(function: str, name: str, tree: Any, other: Leaves) -> Leaves:
 
 def _refuse_frozen(function: str, leaves: Leaves, other: Leaves) -> None:
     """Raises SpecError naming every leaf that is frozen in the other tree."""
-    frozen = other.frozen_paths()
-    if bad := [path for path in leaves.paths() if path.removeprefix(leaves.name) in frozen]:
+    frozen = set(paths(other.whole, "", is_sharded)).difference(other.places())
+    if bad := [leaves.name + place for place in leaves.places() if place in frozen]:
         rule = f"{leaves.name} has leaves that are frozen in {other.name}"
         hint = f"None stands in the place of a frozen leaf; hpfunc.unfreeze({other.name}, where) lets it train"
         raise SpecError(message(function, rule, bad, hint=hint))
@@ -153,9 +147,9 @@ def refuse_partial_sums(function: str, leaves: Leaves, why: str) -> None:
         raise SpecError(message(function, f"arrays still are partial sums, {why}", bad, hint=hint))
 
 
-def _missing(these: list[str], those: list[str], name: str, other: str) -> list[str]:
-    there = {path.removeprefix(other) for path in those}
-    return [path for path in these if path.removeprefix(name) not in there]
+def _missing(leaves: Leaves, other: Leaves) -> list[str]:
+    there = set(other.places())
+    return [place for place in leaves.places() if place not in there]
 
 
 def _kind(leaf: Any) -> object:
@@ -172,6 +166,13 @@ def needed(function: str, params: Any, why: str) -> Any:
         rule = f"update needs params, because {why}"
         raise UsageError(message(function, rule, hint="optimizer.update(grads, state, params)"))
     return params
+
+
+def check_state(function: str, state: Any, kind: type) -> None:
+    """Raises LeafError if a state is not of the class that the optimizer returns."""
+    if not isinstance(state, kind):
+        rule = f"the state is not an instance of {kind.__name__}, but of {type(state).__name__}"
+        raise LeafError(message(function, rule, hint="take it from init, or from the last update"))
 
 
 def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
@@ -191,3 +192,12 @@ def writable(function: str, leaves: Leaves, ops: Foreach) -> list[Tensor]:
 def pick(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """Returns the items at these places."""
     return [items[place] for place in places]
+
+
+def by_groups(ops: Foreach, tensors: list[Tensor], compute: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
+    """Returns what `compute` returns for the places of each group of tensors, in the order of the tensors."""
+    results = list(tensors)
+    for places in ops.groups(tensors):
+        for place, result in zip(places, compute(places), strict=True):
+            results[place] = result
+    return results

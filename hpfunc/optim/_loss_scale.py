@@ -9,7 +9,7 @@ import optree
 
 from .._errors import PolicyError, message
 from ._finite import holds
-from ._leaves import leaves_of, pick
+from ._leaves import by_groups, leaves_of, pick
 from ._schedules import check_number
 
 _NAME = "hpfunc.optim.DynamicLossScale"
@@ -96,12 +96,9 @@ class DynamicLossScale:
         tensor([0.0625])
         """
         gradients, ops = leaves_of(f"{_NAME}.unscale", "grads", grads)
-        values = gradients.locals
-        for places in ops.groups(values):
-            scaled = ops.scaled(ops.widened(pick(values, places)), 1.0 / state.loss_scale)
-            for place, value in zip(places, scaled, strict=True):
-                values[place] = value
-        return gradients.wrap(values)
+        values, factor = gradients.locals, 1.0 / state.loss_scale
+        scaled = by_groups(ops, values, lambda places: ops.scaled(ops.widened(pick(values, places)), factor))
+        return gradients.wrap(scaled)
 
     def adjust(self, state: LossScaleState, finite: Any) -> LossScaleState:
         """Returns the state for the next step.

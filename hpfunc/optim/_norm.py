@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 from .._transforms.collectives import psum
@@ -82,7 +81,10 @@ def _norm(function: str, tree: Any, *, frozen: bool) -> Tensor | None:
     parts: dict[tuple[Mesh | None, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     for leaf, value in zip(leaves.leaves, leaves.locals, strict=True):
         parts[_cut(leaf)].append(value)
-    sums = [_reduced(ops.sum_of_squares(values), *place) for place, values in parts.items()]
+    sums = []
+    for (mesh, axes), values in parts.items():
+        total = ops.sum_of_squares(values)
+        sums.append(psum(total, axes, mesh=mesh) if axes else total)
     return sum(sums[1:], start=sums[0]) ** 0.5 if sums else None
 
 
@@ -90,7 +92,3 @@ def _cut(leaf: Any) -> tuple[Mesh | None, tuple[str, ...]]:
     if not is_sharded(leaf):
         return None, ()
     return leaf.mesh, leaf.mesh.sort(axis for axis in leaf.spec.axes if leaf.mesh.axis_size(axis) > 1)
-
-
-def _reduced(total: Tensor, mesh: Mesh | None, axes: Sequence[str]) -> Tensor:
-    return psum(total, tuple(axes), mesh=mesh) if axes else total

@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import LeafError, message
 from .._values.array import is_sharded
 from .._values.tree import broadcast_prefix
-from ._leaves import Leaves, leaves_of, like, needed, pick, writable
+from ._leaves import Leaves, by_groups, leaves_of, like, needed, pick, writable
 from ._schedules import LearningRate, as_schedule, check_number
 
 Params = Any
@@ -79,7 +79,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """
     bad = [f"argument {i}: {type(x).__name__}" for i, x in enumerate(optimizers) if not isinstance(x, Optimizer)]
     if bad:
-        raise LeafError(message("hpfunc.optim.chain", "an argument is no Optimizer", bad))
+        raise LeafError(message("hpfunc.optim.chain", "an argument is not an Optimizer", bad))
 
     def init(params: Params) -> State:
         return tuple(optimizer.init(params) for optimizer in optimizers)
@@ -165,13 +165,14 @@ def add_decayed_weights(weight_decay: float, mask: Any = None) -> Optimizer:
         gradients, ops = leaves_of(name, "grads", grads)
         weights = like(name, "params", needed(name, params, "it adds weights"), gradients)
         decays, values, changes = decays_of(name, weight_decay, mask, weights), weights.locals, gradients.locals
-        for places in ops.groups(values):
+
+        def decayed(places: list[int]) -> list[Any]:
             wide = ops.widened(pick(changes, places))
             added = ops.scaled(ops.cast(pick(values, places), wide), pick(decays, places))
             ops.add_(added, wide)
-            for place, value in zip(places, added, strict=True):
-                changes[place] = value
-        return gradients.wrap(changes), state
+            return added
+
+        return gradients.wrap(by_groups(ops, values, decayed)), state
 
     return Optimizer(lambda params: (), update)
 
@@ -200,7 +201,4 @@ def decays_of(function: str, weight_decay: float, mask: Any, weights: Leaves) ->
 def scaled_tree(function: str, grads: Updates, factor: Any) -> Updates:
     gradients, ops = leaves_of(function, "grads", grads)
     values = gradients.locals
-    for places in ops.groups(values):
-        for place, value in zip(places, ops.scaled(pick(values, places), factor), strict=True):
-            values[place] = value
-    return gradients.wrap(values)
+    return gradients.wrap(by_groups(ops, values, lambda places: ops.scaled(pick(values, places), factor)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._errors import LeafError, PolicyError, message
-from ..backends.foreach import Foreach
-from ._leaves import leaves_of, like, needed, pick, writable
+from .._errors import PolicyError, message
+from ._leaves import by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 from ._schedules import LearningRate, as_schedule, check_number
 
@@ -51,7 +50,10 @@ def sgd(
     (tensor([-0.5000, -0.5000]), SgdState(step=1, momentum=tensor([1., 1.])))
     """
     schedule = as_schedule(_NAME, learning_rate)
-    _check(momentum, nesterov, weight_decay)
+    check_number(_NAME, "momentum", momentum)
+    check_number(_NAME, "weight_decay", weight_decay)
+    if nesterov and not momentum:
+        raise PolicyError(message(_NAME, "nesterov needs a momentum above 0", hint="sgd(0.1, momentum=0.9)"))
 
     def init(params: Any) -> SgdState:
         weights, ops = leaves_of(_NAME, "params", params)
@@ -59,37 +61,26 @@ def sgd(
 
     def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
         gradients, ops = leaves_of(_NAME, "grads", grads)
-        if not isinstance(state, SgdState):
-            hint = "take it from init, or from the last update"
-            raise LeafError(message(_NAME, f"the state is no SgdState but {type(state).__name__}", hint=hint))
+        check_state(_NAME, state, SgdState)
         changes, weights, sums = gradients.locals, [], []
         if weight_decay:
             weights = like(_NAME, "params", needed(_NAME, params, "weight_decay is not 0"), gradients).locals
         step_size = -float(schedule(state.step))
         if momentum:
             sums = writable(_NAME, like(_NAME, "state.momentum", state.momentum, gradients), ops)
-        for places in ops.groups(changes):
+
+        def changed(places: list[int]) -> list[Tensor]:
             step = ops.widened(pick(changes, places))
             if weight_decay:
                 step = ops.added(step, pick(weights, places), weight_decay)
             if momentum:
-                step = _accumulate(ops, pick(sums, places), step, momentum, nesterov)
-            for place, value in zip(places, ops.scaled(step, step_size), strict=True):
-                changes[place] = value
-        kept = gradients.wrap(sums) if momentum else None
-        return gradients.wrap(changes), SgdState(state.step + 1, kept)
+                held = pick(sums, places)
+                ops.scale_(held, momentum)
+                ops.add_(held, step)
+                step = ops.added(step, held, momentum) if nesterov else held
+            return ops.scaled(step, step_size)
+
+        updates = gradients.wrap(by_groups(ops, changes, changed))
+        return updates, SgdState(state.step + 1, gradients.wrap(sums) if momentum else None)
 
     return Optimizer(init, update)
-
-
-def _accumulate(ops: Foreach, sums: list[Tensor], step: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
-    ops.scale_(sums, momentum)
-    ops.add_(sums, step)
-    return ops.added(step, sums, momentum) if nesterov else sums
-
-
-def _check(momentum: float, nesterov: bool, weight_decay: float) -> None:
-    check_number(_NAME, "momentum", momentum)
-    check_number(_NAME, "weight_decay", weight_decay)
-    if nesterov and not momentum:
-        raise PolicyError(message(_NAME, "nesterov needs a momentum above 0", hint="sgd(0.1, momentum=0.9)"))

@@ -67,8 +67,8 @@ def on_notes(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[st
     _, want = step(params, data(rank))
     run = hp.sharded(step, mesh, policy=hp.Policy(pack_below_bytes=0))
     run(params, data(rank))
-    notes, streams = Notes(), _torch_streams.DeviceStreams(torch.device("cpu"))
-    streams.module = notes
+    notes = Notes()
+    streams = _torch_streams.device_streams(torch.device("cpu"), notes)
     issue, issued = streams.issue, []
 
     def watch(label: str, stream: str, waits: Any, work: Any, poll: Any) -> Any:
@@ -107,8 +107,8 @@ def test_a_device_gets_every_op_in_order_with_its_waits(pool: Callable[[int], Po
 
 
 def test_memory_of_the_compute_stream_is_allocated_on_it_within_an_op_of_another() -> None:
-    notes, streams = Notes(), _torch_streams.DeviceStreams(torch.device("cpu"))
-    streams.module = cast(Any, notes)
+    notes = Notes()
+    streams = _torch_streams.device_streams(torch.device("cpu"), notes)
     current: list[str] = []
 
     def work() -> None:
@@ -127,8 +127,8 @@ def test_memory_of_the_compute_stream_is_allocated_on_it_within_an_op_of_another
 def probe_on_notes(rank: int) -> list[str]:
     mesh, backend = mesh_of((2,), ("shard",), None, 18.0), cast(Any, get("torch"))
     _probe._links.pop((mesh, ("shard",)), None)
-    notes, streams = Notes(), _torch_streams.DeviceStreams(torch.device("cpu"))
-    streams.module = notes
+    notes = Notes()
+    streams = _torch_streams.device_streams(torch.device("cpu"), notes)
     # The control group is of the host, on a device too: its waits are looked at by their own streams.
     host, exchange = backend.streams("cpu"), backend.exchange
 

@@ -19,8 +19,8 @@ MODULES = {"distributed": "mindspore.mint.distributed", "runtime": "mindspore.ru
 MODULES |= {"mindspore": "mindspore", "ops": "mindspore.ops"}
 
 
-def calls(path: Path) -> list[tuple[str, str, int, list[str]]]:
-    """Returns every call ``module.name(...)`` of MindSpore in a file: with how many arguments, and which keywords."""
+def calls(path: Path) -> list[tuple[str, str, int | None, list[str]]]:
+    """Returns every ``module.name`` of MindSpore in a file; of a call, how many arguments, and which keywords."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -28,10 +28,12 @@ def calls(path: Path) -> list[tuple[str, str, int, list[str]]]:
                 starred = any(isinstance(arg, ast.Starred) for arg in node.args)
                 keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
                 found.append((module, name, 0 if starred else len(node.args), keywords))
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in MODULES:
+                found.append((module, name, None, []))  # called elsewhere, or in the line of a call
     return found
 
 
-def unknown(rank: int, wanted: list[tuple[str, str, int, list[str]]]) -> list[str]:
+def unknown(rank: int, wanted: list[tuple[str, str, int | None, list[str]]]) -> list[str]:
     import importlib
 
     bad = []
@@ -39,6 +41,7 @@ def unknown(rank: int, wanted: list[tuple[str, str, int, list[str]]]) -> list[st
         function = getattr(importlib.import_module(MODULES[module]), name, None)
         if function is None:
             bad.append(f"{module}.{name} does not exist")
+        if function is None or count is None:
             continue
         try:
             inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
@@ -104,7 +107,6 @@ def noted(rank: int) -> tuple[list[str], list[bool]]:
     from hpfunc.backends.mindspore import ascend
 
     log: list[str] = []
-    backend = ascend.MindSporeAscend()
     fakes = mock.Mock(
         get_world_size=lambda group=None: 2, get_rank=lambda: 1, get_process_group_ranks=lambda group: [0, 1]
     )
@@ -112,6 +114,7 @@ def noted(rank: int) -> tuple[list[str], list[bool]]:
         1
     ]
     with mock.patch.multiple(ascend, runtime=Recorder(log), distributed=fakes):
+        backend = ascend.MindSporeAscend()
         streams = backend.streams("npu:0")
         before = streams.issue("pack", "compute", (), lambda: None, lambda *_: None)
         log.append("--")

@@ -137,8 +137,8 @@ ERRORS = {
     bind_twice: "a weight stands at two places of the tree",
     bind_two_meshes: "a weight lies on another mesh",
     grads_of_another_tree: "grads and params are different trees",
-    lambda: optim.bind({"w": torch.ones(2)}): "no ShardedArray",
-    lambda: optim.bind({}): "no ShardedArray, or none",
+    lambda: optim.bind({"w": torch.ones(2)}): "not a ShardedArray",
+    lambda: optim.bind({}): "params has no leaf, or a leaf that is not a ShardedArray",
 }
 
 

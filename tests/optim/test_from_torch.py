@@ -244,7 +244,7 @@ ERRORS = {
     ),
     "another state": (
         lambda: optim.from_torch(torch.optim.SGD).update(torch.ones(2), (), torch.ones(2)),
-        "the state is no TorchState but tuple",
+        "the state is not an instance of TorchState, but of tuple",
     ),
     "a state of other weights": (lambda: update_twice(torch.ones(2), {"w": torch.ones(2)}), "does not fit params"),
     "a state of another spec": (

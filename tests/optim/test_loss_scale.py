@@ -77,10 +77,10 @@ ERRORS = {
         lambda: optim.DynamicLossScale().adjust(optim.LossScaleState(1.0, 0), "yes"),
         "finite must be a bool or a 0-d tensor, got str",
     ),
-    "no optimizer": (lambda: optim.apply_if_finite(3), "the argument is no Optimizer but int"),
+    "no optimizer": (lambda: optim.apply_if_finite(3), "the argument is not an Optimizer but int"),
     "state": (
         lambda: optim.apply_if_finite(optim.sgd(0.1)).update(torch.ones(2), optim.SgdState(0, None)),
-        "the state is no ApplyIfFiniteState but SgdState",
+        "the state is not an instance of ApplyIfFiniteState, but of SgdState",
     ),
     "partial sums": (
         lambda: optim.all_finite(

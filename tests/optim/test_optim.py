@@ -276,7 +276,7 @@ ERRORS = {
     ),
     "another state": (
         lambda: optim.adamw(0.1).update(arrays(), optim.sgd(0.1).init(arrays()), arrays()),
-        "LeafError: hpfunc.optim.adamw: the state is no AdamState but SgdState\n\n"
+        "LeafError: hpfunc.optim.adamw: the state is not an instance of AdamState, but of SgdState\n\n"
         "Hint: take it from init, or from the last update",
     ),
     "integers": (
@@ -287,7 +287,7 @@ ERRORS = {
     ),
     "no optimizer": (
         lambda: optim.chain(optim.sgd(0.1), cast(Any, 3)),
-        "LeafError: hpfunc.optim.chain: an argument is no Optimizer\n  argument 1: int",
+        "LeafError: hpfunc.optim.chain: an argument is not an Optimizer\n  argument 1: int",
     ),
     "partial sums": (
         lambda: optim.global_norm(hp.ShardedArray(torch.ones(2), (2,), hp.P(unreduced={"shard"}), mesh_of_one())),

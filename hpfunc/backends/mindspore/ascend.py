@@ -17,8 +17,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,66 +26,13 @@ from mindspore.mint import distributed
 
 from ..._errors import MeshError, message
 from ..protocol import Collective, Counters, Job, Poll, Purpose
+from ..streams import DeviceStreams
 from .common import MindSporeDifferentiation
 from .foreach import DeviceForeach
-from .host_bytes import MindSporeHostBytes
-from .shared_memory import MindSporeInterop
 from .units import Bridge, dtype_of
 
 Tensor = Any
 STORE_PORT_OFFSET = 1  # the status board, beside the port at which the processes meet
-
-
-class _Point:
-    """A point on a stream."""
-
-    __slots__ = ("event", "label")
-
-    def __init__(self, label: str, event: Any) -> None:
-        self.label, self.event = label, event
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has reached this point. The host waits for it, so it is used for pictures only."""
-        self.event.synchronize()
-        callback()
-
-
-class _Streams:
-    """Every op is enqueued on a stream, waits are edges between streams, the host never blocks."""
-
-    def __init__(self) -> None:
-        self.streams: dict[str, Any] = {}
-        self.caller: Any = None  # the caller's stream, while an op is issued on another one
-
-    def _stream(self, name: str) -> Any:
-        if name == "compute":
-            return self.caller or runtime.current_stream()
-        if name not in self.streams:
-            self.streams[name] = runtime.Stream()
-        return self.streams[name]
-
-    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> _Point:
-        target, self.caller = self._stream(stream), self._stream("compute")
-        try:
-            with runtime.StreamCtx(target):
-                for pending in waits:
-                    target.wait_event(pending.event)
-                for handle in work() or ():
-                    handle.wait()  # an edge from the communicator's own stream; the host goes on
-                event = runtime.Event()
-                event.record(target)
-        finally:
-            self.caller = None
-        return _Point(label, event)
-
-    def wait(self, pending: Any, poll: Poll) -> None:
-        self._stream("compute").wait_event(pending.event)
-
-    def runs_at_once(self) -> bool:
-        return False
-
-    def memory(self, stream: str) -> AbstractContextManager[Any]:
-        return runtime.StreamCtx(self._stream(stream))
 
 
 class MindSporeAscend(MindSporeDifferentiation):
@@ -103,11 +49,9 @@ class MindSporeAscend(MindSporeDifferentiation):
     def __init__(self) -> None:
         self.counters = Counters()
         self.foreach = DeviceForeach()
-        self.host_bytes = MindSporeHostBytes()
-        self.interop = MindSporeInterop(self)
         self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order
         self._groups: dict[tuple[object, ...], str] = {}
-        self._streams = _Streams()
+        self._streams = DeviceStreams(runtime.current_stream, runtime.Stream, runtime.Event, runtime.StreamCtx)
         self._store: Any = None
         self._messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -155,16 +99,13 @@ class MindSporeAscend(MindSporeDifferentiation):
         return {key: self._store.get(key).decode() for key in written}
 
     def exchange(self, group: str, numbers: Sequence[int], label: str, poll: Poll) -> list[list[int]]:
-        found: list[Any] = [None] * distributed.get_world_size(group)
         start = time.perf_counter()
-        distributed.all_gather_object(found, list(numbers), group)
+        found = _gathered(group, list(numbers))
         poll(label, time.perf_counter() - start)
         return found
 
     def exchange_text(self, group: str, text: str) -> list[str]:
-        found: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(found, text, group)
-        return found
+        return _gathered(group, text)
 
     # --- tensors ---------------------------------------------------------------------------------------------------
     def device_of(self, tensor: Tensor) -> str:
@@ -193,9 +134,6 @@ class MindSporeAscend(MindSporeDifferentiation):
             return tensor
         self.counters.bytes_copied += tensor.nbytes
         return tensor.contiguous()
-
-    def adopt(self, gradient: Tensor) -> None:
-        return None  # MindSpore does not tell who else holds it
 
     def digest(self, tensor: Tensor) -> int:
         return int.from_bytes(hashlib.blake2b(tensor.asnumpy().tobytes(), digest_size=7).digest(), "big")
@@ -230,21 +168,28 @@ class MindSporeAscend(MindSporeDifferentiation):
     def divide(self, tensor: Tensor, divisor: int) -> None:
         tensor.div_(divisor)
 
+    def as_tensor(self, value: Any) -> Tensor:
+        if not self.is_tensor(value):
+            raise TypeError("on a device MindSpore takes its own tensors only")
+        return ops.stop_gradient(value)
+
+    def as_numpy(self, tensor: Tensor) -> Any:
+        raise TypeError("it lies on a device")
+
     # --- communication ---------------------------------------------------------------------------------------------
     def ordered_sums(self, device: str) -> bool:
         return False
 
-    def streams(self, device: str) -> _Streams:
+    def streams(self, device: str) -> DeviceStreams:
         return self._streams
 
     def launch(
         self, collective: Collective, group: str, sends: Sequence[Tensor], receives: Sequence[Tensor]
     ) -> list[Any]:
         size, handles = distributed.get_world_size(group), []
-        share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(collective, (size - 1) / size)
         for send, receive in zip(sends, receives, strict=True):
             if send.size:
-                self.counters.count(collective, int(send.nbytes * share))
+                self.counters.count_launch(collective, send.nbytes, size)
                 source = self._send_buffer(group, send, receive) if collective == "all_gather" else send
                 handles.append(_start(collective, group, source.view(-1), receive.view(-1)))
         return handles
@@ -273,6 +218,12 @@ class MindSporeAscend(MindSporeDifferentiation):
         if source is not None:
             work.append(distributed.P2POp("irecv", receive, ranks[source], group))
         return distributed.batch_isend_irecv(work) if work else []
+
+
+def _gathered(group: str, value: Any) -> list[Any]:
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, value, group)
+    return found
 
 
 def _start(collective: Collective, group: str, send: Tensor, receive: Tensor) -> Any:

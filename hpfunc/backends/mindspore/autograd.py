@@ -24,8 +24,8 @@ from mindspore import ops
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as executor
 
-from ..._errors import LeafError, UsageError, message
-from ..unit_rules import is_called_by
+from ..._errors import UsageError, message
+from ..unit_rules import is_called_by, refuse_loss, taken_apart
 from ..unit_use import UnitUse
 from .units import UNIT, Bridge, UnitCall, explaining, forgetting, is_tensor, recording, refuse_escapes, use_plain
 
@@ -149,7 +149,6 @@ class MindSporeTape:
         return len(self._tokens)
 
     def close(self) -> None:
-        """Releases everything that the tape holds."""
         for held in (self._tokens, self.leaves, self.gradients):
             held.clear()
         self._anchor = self._error = None
@@ -178,7 +177,6 @@ class MindSporeTape:
             raise
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``fn(whole weights, ...)``, whose backward reports to `use`."""
         if executor.is_saved_tensor_hook_active():
             rule = "a unit is called where mindspore.recompute, or another pair of saved-tensor hooks, is at work"
             raise _no_recomputation(rule)
@@ -198,21 +196,16 @@ class MindSporeTape:
         return self._gated(call, token, outputs)
 
     def _gated(self, call: UnitCall, token: Tensor, outputs: Any) -> Any:
-        leaves, treedef = optree.tree_flatten(outputs)
-        places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf) and leaf._requires_grad]
-        *gated, token = _Gate.apply(call, token, *(leaves[i] for i in places))
+        leaves, put_back = taken_apart(outputs, lambda leaf: is_tensor(leaf) and leaf._requires_grad)
+        *gated, token = _Gate.apply(call, token, *leaves)
         self._tokens.append(token)
-        for i, out in zip(places, gated, strict=True):
-            leaves[i] = out
-        return optree.tree_unflatten(treedef, leaves)
+        return put_back(gated)
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Not supported on MindSpore, whose recomputation begins in the middle of a unit's backward."""
         raise _no_recomputation("a unit is called again during backward, by mindspore.recompute")
 
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
-        """See `Tape`."""
-
         def run(anchor: Tensor) -> tuple[Tensor, ...]:
             self._anchor = anchor
             loss = forward()
@@ -238,4 +231,4 @@ def _no_recomputation(rule: str) -> UsageError:
 def _check_loss(loss: Any) -> None:
     if not is_tensor(loss) or loss.size != 1 or "float" not in str(loss.dtype).lower():
         found = f"shape {tuple(loss.shape)}, {str(loss.dtype).lower()}" if is_tensor(loss) else type(loss).__name__
-        raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
+        raise refuse_loss(found)

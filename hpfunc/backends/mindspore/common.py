@@ -1,15 +1,17 @@
-"""Common code of MindSpore's backends: all of `Differentiation`, and the type of the caller's tensors."""
+"""Common code of MindSpore's backends: all of `Differentiation`, and what knows the caller's tensors only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mindspore
+import numpy as np
 import optree
+from mindspore.common.np_dtype import bfloat16
 
-from ..._errors import LoweringError, message
+from ..._errors import CheckpointError, LoweringError, message
 from . import autograd
 from .units import Bridge, is_tensor, use_plain
 
@@ -24,14 +26,26 @@ class MindSporeDifferentiation:
     def is_abstract(self, value: Any) -> bool:
         return False
 
-    def is_tensor(self, value: Any) -> bool:
-        return is_tensor(value)
+    is_tensor = staticmethod(is_tensor)
 
     def trains(self, tensor: Tensor) -> bool | None:
         return bool(tensor.requires_grad) if isinstance(tensor, mindspore.Parameter) else None
 
     def num_writes(self, tensor: Tensor) -> int | None:
         return None
+
+    def adopt(self, gradient: Tensor) -> None:
+        return None  # MindSpore does not tell who else holds it
+
+    def to_bytes(self, tensor: Tensor, *, copy: bool) -> np.ndarray:
+        return np.array(np.ascontiguousarray(tensor.asnumpy()).reshape(-1).view(np.uint8), copy=copy)
+
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int], dtype: str, device: str) -> Tensor:
+        if dtype.startswith("float8"):  # numpy has none, and MindSpore's own numpy types are few
+            hint = "save it in bfloat16, or load it on torch"
+            raise CheckpointError(message("hpfunc.checkpoint", f"MindSpore takes no {dtype} from the host", hint=hint))
+        array = data.view(bfloat16 if dtype == "bfloat16" else dtype)
+        return mindspore.Tensor.from_numpy(array.reshape(tuple(shape)))  # on a device, its first operator moves it
 
     def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
         """MindSpore has no pytrees of its own."""
@@ -44,8 +58,7 @@ class MindSporeDifferentiation:
     ) -> Tensor:
         return autograd.linear(self.bridge, forward, transpose, x)
 
-    def is_transformed(self, tensors: Iterable[Tensor]) -> bool:
-        return autograd.is_transformed(tensors)
+    is_transformed = staticmethod(autograd.is_transformed)
 
     def use_plain(
         self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any

@@ -31,24 +31,23 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import mindspore
 import numpy as np
 import torch
 import torch.distributed as dist
+from mindspore import ops
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.device_context.cpu import op_tuning
 from mindspore.graph.api import _pynative_executor as executor
 
 from ..._errors import MeshError, message
-from ..interop import SharedMemory
+from ..foreach import Foreach
 from ..protocol import Job
 from ..torch.backend import TorchBackend
 from .common import MindSporeDifferentiation
 from .foreach import HostForeach
-from .host_bytes import MindSporeHostBytes
-from .shared_memory import MindSporeInterop
 from .units import Bridge, dtype_of
 
 Tensor = Any
@@ -85,12 +84,7 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
             mindspore.set_device("CPU")  # the first operator would choose another device
         _stop_polling()
         self.bridge = Bridge(hold, self.give, executor.sync)
-        self.foreach = HostForeach(self, TorchBackend.foreach)
-        self.host_bytes = MindSporeHostBytes()
-
-    @property
-    def interop(self) -> SharedMemory:
-        return MindSporeInterop(self, super().interop)
+        self.foreach = cast(Foreach, HostForeach(self, TorchBackend.foreach))
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> Job:
@@ -122,9 +116,6 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
     def contiguous(self, tensor: Tensor) -> torch.Tensor:
         return super().contiguous(hold(tensor))
 
-    def adopt(self, gradient: Tensor) -> None:
-        return None  # MindSpore does not tell who else holds it
-
     def digest(self, tensor: Tensor) -> int:
         return super().digest(hold(tensor))
 
@@ -148,6 +139,20 @@ class MindSporeHost(MindSporeDifferentiation, TorchBackend):
         if isinstance(tensor, torch.Tensor):
             return super().cast(tensor, dtype)
         return tensor if self.dtype_name(tensor) == dtype else tensor.astype(dtype_of(dtype))
+
+    def as_tensor(self, value: Any) -> mindspore.Tensor:
+        if isinstance(value, mindspore.Tensor):
+            return ops.stop_gradient(value)
+        # MindSpore's own function for DLPack ends the process on some capsules that numpy makes, so torch reads them.
+        held = super().as_tensor(value)
+        if not held.is_contiguous():
+            raise BufferError("it is strided, and MindSpore takes no such memory")
+        return self.give(held)
+
+    def as_numpy(self, tensor: mindspore.Tensor) -> np.ndarray:
+        if tensor.dtype == mindspore.bfloat16:
+            raise TypeError("numpy does not know it")
+        return tensor.asnumpy()
 
 
 def _stop_polling() -> None:

@@ -1,14 +1,12 @@
-"""`Foreach` on MindSpore. On a CPU torch's operators do the work, on the memory that both frameworks see.
-
-MindSpore's own operators cannot write into a tensor there, and would be one dispatch for each tensor.
-"""
+"""`Foreach` on MindSpore: on a CPU by torch's operators, on an accelerator by MindSpore's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import mindspore
+import optree
 from mindspore import mint
 
 from ..foreach import Foreach
@@ -19,80 +17,32 @@ Tensors = list[Any]
 
 
 class HostForeach:
-    """See `Foreach`; `torch` is torch's, for the tensors that the runtime of `backend` holds."""
+    """On a CPU: every operation is torch's, on the memory that both frameworks see.
+
+    MindSpore's own operators cannot write into a tensor there, and would be one dispatch for each tensor.
+    """
 
     def __init__(self, backend: Backend, torch: Foreach) -> None:
         self._backend, self._torch = backend, torch
 
-    def _held(self, xs: Tensors) -> list[Any]:
-        return [self._backend.detach(x) for x in xs]
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation, is_ours = getattr(self._torch, name), self._backend.is_tensor
 
-    def _written(self, xs: Tensors) -> list[Any]:
-        # Tensors to write into were made here or are shards: contiguous, so torch sees their memory, not a copy.
-        assert all(x.is_contiguous() for x in xs)
-        return self._held(xs)
+        def call(xs: Tensors, *others: Any) -> Any:
+            # Tensors to write into were made here or are shards: contiguous, so torch sees their memory, not a copy.
+            assert not name.endswith("_") or all(x.is_contiguous() for x in xs)
+            given = cast(Any, (xs, *others))
+            found = operation(*optree.tree_map(lambda x: self._backend.detach(x) if is_ours(x) else x, given))
+            return optree.tree_map(lambda x: x if isinstance(x, int) else self._backend.give(x), found)
 
-    def _given(self, xs: Sequence[Any]) -> list[Tensor]:
-        return [self._backend.give(x) for x in xs]
-
-    def groups(self, tensors: Tensors) -> list[list[int]]:
-        return self._torch.groups(self._held(tensors))
-
-    def zeros(self, xs: Tensors) -> list[Tensor]:
-        return self._given(self._torch.zeros(self._held(xs)))
-
-    def widened(self, xs: Tensors) -> list[Tensor]:
-        return self._given(self._torch.widened(self._held(xs)))
-
-    def cast(self, xs: Tensors, ys: Tensors) -> list[Tensor]:
-        return self._given(self._torch.cast(self._held(xs), self._held(ys)))
-
-    def copy(self, xs: Tensors) -> list[Tensor]:
-        return self._given(self._torch.copy(self._held(xs)))
+        return call
 
     def writable(self, xs: Tensors) -> list[Tensor]:
         return [x if x.is_contiguous() else self.copy([x])[0] for x in xs]
 
-    def scaled(self, xs: Tensors, factor: float | Tensor | list[float]) -> list[Tensor]:
-        number = self._backend.detach(factor) if self._backend.is_tensor(factor) else factor
-        return self._given(self._torch.scaled(self._held(xs), number))
-
-    def added(self, xs: Tensors, ys: Tensors, factor: float = 1.0) -> list[Tensor]:
-        return self._given(self._torch.added(self._held(xs), self._held(ys), factor))
-
-    def roots(self, xs: Tensors) -> list[Tensor]:
-        return self._given(self._torch.roots(self._held(xs)))
-
-    def scale_(self, xs: Tensors, factor: float) -> None:
-        self._torch.scale_(self._written(xs), factor)
-
-    def divide_(self, xs: Tensors, divisor: float) -> None:
-        self._torch.divide_(self._written(xs), divisor)
-
-    def shift_(self, xs: Tensors, number: float) -> None:
-        self._torch.shift_(self._written(xs), number)
-
-    def add_(self, xs: Tensors, ys: Tensors) -> None:
-        self._torch.add_(self._written(xs), self._held(ys))
-
-    def lerp_(self, xs: Tensors, ys: Tensors, weight: float) -> None:
-        self._torch.lerp_(self._written(xs), self._held(ys), weight)
-
-    def add_square_(self, xs: Tensors, ys: Tensors, factor: float) -> None:
-        self._torch.add_square_(self._written(xs), self._held(ys), factor)
-
-    def add_quotient_(self, xs: Tensors, ys: Tensors, zs: Tensors, factor: float) -> None:
-        self._torch.add_quotient_(self._written(xs), self._held(ys), self._held(zs), factor)
-
-    def num_not_finite(self, xs: Tensors) -> Tensor:
-        return self._backend.give(self._torch.num_not_finite(self._held(xs)))
-
-    def sum_of_squares(self, xs: Tensors) -> Tensor:
-        return self._backend.give(self._torch.sum_of_squares(self._held(xs)))
-
 
 class DeviceForeach:
-    """The same on an accelerator, where MindSpore's operators write in place. It has not run: that needs an Ascend."""
+    """On an accelerator, where MindSpore's operators write in place. It has not run: that needs an Ascend."""
 
     def groups(self, tensors: Tensors) -> list[list[int]]:
         return [list(range(len(tensors)))] if tensors else []

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import mindspore
 import numpy as np
@@ -20,7 +20,7 @@ import optree
 from mindspore import ops
 
 from ..._errors import HpfuncWarning, UsageError, message
-from ..unit_rules import refusing_writes
+from ..unit_rules import refuse_escaped, refusing_writes, taken_apart
 from ..unit_use import UnitUse
 
 Tensor = Any
@@ -64,9 +64,7 @@ def refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str])
     spans = [(whole.data_ptr(), whole.data_ptr() + whole.nbytes) for whole in wholes]
     places = [leaf.data_ptr() for leaf in optree.tree_leaves(outputs) if is_tensor(leaf) and leaf.size]
     escaped = [n for n, (a, b) in zip(names, spans, strict=True) if any(a <= place < b for place in places)]
-    if escaped:
-        hint = "return a copy (`w.copy()`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
-        raise UsageError(message(UNIT, "a gathered weight escapes from the unit as an output", escaped, hint=hint))
+    refuse_escaped(escaped, "w.copy()")
 
 
 def use_plain(
@@ -87,6 +85,7 @@ class UnitCall:
     def __init__(self, tape: Any, use: UnitUse, wholes: Sequence[Tensor]) -> None:
         self.tape, self.use = tape, use
         self.wholes = [tape.bridge.give(whole) for whole in wholes]
+        self.key = tape.num_uses, tuple(use.names)  # the same in every step, and no two units of a step alike
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -153,10 +152,9 @@ class _Watch:
 
     def __init__(self, call: UnitCall) -> None:
         self._call = call
-        key = call.tape.num_uses, tuple(call.use.names)  # the same in every step, and no two units of a step alike
         self._sizes: dict[int, list[int]] = {}
-        if key not in self.seen:
-            self.seen.add(key)
+        if call.key not in self.seen:
+            self.seen.add(call.key)
             for i, whole in enumerate(call.wholes):
                 if call.use.released[i] and whole.size > 1:
                     self._sizes.setdefault(whole.size, []).append(i)
@@ -182,10 +180,9 @@ class _Repeats:
 
     def __init__(self, call: UnitCall) -> None:
         self._names = call.use.names
-        key = call.tape.num_uses, tuple(self._names)
-        self._is_new = key not in self.seen
+        self._is_new = call.key not in self.seen
         self._outputs: list[int] | None = None
-        self.seen.add(key)
+        self.seen.add(call.key)
 
     def note(self, outputs: Any) -> None:
         """Remembers the outputs of the first call."""
@@ -218,16 +215,10 @@ def forgetting(fn: Callable[..., Any], call: UnitCall, weights: Sequence[Tensor]
     2.10 fails if it stops in a primitive, such as `ops.dropout` ("Stack input_args_info_stack_ is empty").
     """
     first, repeats = [weights], _Repeats(call)
-    leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
-    places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
-    tensors = [leaves[i] for i in places]
-    rest = [None if is_tensor(leaf) else leaf for leaf in leaves]
+    tensors, put_back = taken_apart((args, kwargs), is_tensor)
 
     def block(*tensors: Tensor) -> Any:
-        filled: list[Any] = list(rest)
-        for i, tensor in zip(places, tensors, strict=True):
-            filled[i] = tensor
-        args, kwargs = optree.tree_unflatten(treedef, filled)
+        args, kwargs = put_back(tensors)
         if not first:
             return repeat(args, kwargs)
         outputs = fn(first.pop(), *args, **kwargs)

@@ -37,15 +37,19 @@ def abstract() -> Iterator[Callable[[Any], Any]]:
     Raises:
         LoweringError: the code asks for a value.
     """
+    hint = "keep `.item()` and branches on values out of the step, or call the step once instead"
+    with _without_data("hpfunc.lower", "the step", hint) as mode:
+        yield lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
+
+
+@contextmanager
+def _without_data(function: str, what: str, hint: str) -> Iterator[FakeTensorMode]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
-            yield lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
+            yield mode
     except _UNKNOWN_VALUE as error:
-        hint = "keep `.item()` and branches on values out of the step, or call the step once instead"
-        raise LoweringError(
-            message("hpfunc.lower", f"the step needs the value of a tensor: {error}", hint=hint)
-        ) from error
+        raise LoweringError(message(function, f"{what} needs the value of a tensor: {error}", hint=hint)) from error
 
 
 def random_states(device: str) -> list[bytes]:
@@ -145,14 +149,9 @@ def deferred(init_fn: Callable[[], Any], prepare: Callable[[Any], Keep]) -> Any:
     """
     recorder = _Recorder()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        with _without_data("hpfunc.init", "init_fn", "compute such values outside of init_fn"), recorder:
             tree = init_fn()
         recorder.end()
-    except _UNKNOWN_VALUE as error:
-        hint = "compute such values outside of init_fn"
-        raise LoweringError(
-            message("hpfunc.init", f"init_fn needs the value of a tensor: {error}", hint=hint)
-        ) from error
     finally:
         recorder.undo()
     leaves, treedef = optree.tree_flatten(tree)

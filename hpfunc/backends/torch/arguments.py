@@ -90,14 +90,11 @@ def _contents(x: Any) -> dict[Any, Any]:
 
 def _attributes(x: Any) -> dict[Any, Any]:
     kinds = type(x).__mro__
-    slots = [name for kind in kinds for name in _as_tuple(vars(kind).get("__slots__", ()))]
-    found = {name: getattr(x, name, None) for name in slots if name not in ("__dict__", "__weakref__")}
+    slots = (vars(kind).get("__slots__", ()) for kind in kinds)
+    names = [name for its in slots for name in ([its] if isinstance(its, str) else its)]
+    found = {name: getattr(x, name, None) for name in names if name not in ("__dict__", "__weakref__")}
     kept = {name for kind in kinds for name, y in vars(kind).items() if isinstance(y, functools.cached_property)}
     return found | {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in kept}
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -40,8 +40,8 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.utils.checkpoint import checkpoint
 
-from ..._errors import LeafError, UsageError, message
-from ..unit_rules import is_called_by, refusing_writes
+from ..._errors import UsageError, message
+from ..unit_rules import is_called_by, refuse_escaped, refuse_loss, refusing_writes, taken_apart
 from ..unit_use import UnitUse
 from . import borrowed
 from .arguments import Arguments, refuse, refuse_changes
@@ -178,15 +178,11 @@ def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]
     owners = {storage_of(whole): name for name, whole in zip(names, wholes, strict=True)}
     storages = [storage_of(leaf) for leaf in _tensors(outputs)]
     escaped = [owners[storage] for storage in storages if storage in owners]
-    if escaped:
-        hint = "return a copy (`w.clone()`), or use hpfunc.unshard where the whole weight is wanted outside of a unit"
-        raise UsageError(
-            message("hpfunc.unit", "a gathered weight escapes from the unit as an output", escaped, hint=hint)
-        )
+    refuse_escaped(escaped, "w.clone()")
 
 
 def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``fn(wholes, ...)`` without hooks, and refuses writes into the weights and escapes."""
+    """See `Differentiation.use_plain`."""
     wholes = [whole.detach() for whole in wholes]
     with refusing_writes(wholes, names):
         outputs = fn(wholes, *args, **kwargs)
@@ -216,18 +212,13 @@ def _forgetting(
     if the arguments hold no tensor.
     """
     first = [(wholes, weights)]
-    leaves, treedef = optree.tree_flatten(cast(Any, (args, kwargs)))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[i] for i in places]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors, put_back = taken_apart((args, kwargs), lambda leaf: isinstance(leaf, Tensor))
 
     def call(_: Tensor, *tensors: Tensor) -> Any:
-        filled: list[Any] = list(rest)
-        for i, tensor in zip(places, tensors, strict=True):
-            filled[i] = tensor
-        args, kwargs = cast(Any, optree.tree_unflatten(treedef, filled))
+        args, kwargs = put_back(tensors)
         if not first:
-            return _recording(fn, held, *_again(held), args, kwargs)
+            again = held.detached()
+            return _recording(fn, held, [weight.detach() for weight in again], again, args, kwargs)
         given = Arguments(args, kwargs, _version)  # here, because checkpointing makes the containers anew
         outputs = _recording(fn, held, *first.pop(), args, kwargs)
         refuse_changes(held.use.label, given)
@@ -242,11 +233,6 @@ def _version(x: Any) -> Any:
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else x._version
     return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
-
-
-def _again(held: Wholes) -> tuple[list[Tensor], list[Tensor]]:
-    weights = held.detached()
-    return [weight.detach() for weight in weights], weights
 
 
 class TorchTape:
@@ -279,7 +265,6 @@ class TorchTape:
             raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``fn(whole weights, ...)``, whose backward reports to `use`."""
         if _graph_task() != self._graph_task:
             rule = f"the unit {use.label!r} is computed again for a differentiation inside of the loss"
             hint = "recompute by units, hpfunc.unit(fn, remat=True), in the place of a checkpoint around them"
@@ -292,13 +277,10 @@ class TorchTape:
             output, token = _apply_gate(use, token.grad_fn, token, outputs)
             self._tokens.append(token)
             return output
-        leaves, treedef = optree.tree_flatten(cast(Any, outputs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        *gated, token = _apply_gate(use, token.grad_fn, token, *(leaves[i] for i in places))
+        leaves, put_back = taken_apart(outputs, lambda leaf: isinstance(leaf, Tensor) and leaf.requires_grad)
+        *gated, token = _apply_gate(use, token.grad_fn, token, *leaves)
         self._tokens.append(token)
-        for i, out in zip(places, gated, strict=True):
-            leaves[i] = out
-        return optree.tree_unflatten(treedef, leaves)
+        return put_back(gated)
 
     def recompute_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
         """Calls ``fn(whole weights, ...)`` again, for checkpointing: it must save what the first call saved."""
@@ -334,13 +316,12 @@ class TorchTape:
 
     @differentiating()
     def differentiate(self, forward: Callable[[], Tensor]) -> list[Tensor | None]:
-        """See `Tape`. The gradient of a leaf that has no path to the loss is None."""
         loss = forward()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = type(loss).__name__
             if isinstance(loss, Tensor):
                 found = f"shape {tuple(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
-            raise LeafError(message("hpfunc.value_and_grad", f"the loss must be a real scalar tensor, got {found}"))
+            raise refuse_loss(found)
         roots = [loss] if loss.requires_grad else []
         seeds = [torch.ones_like(loss)] if loss.requires_grad else []
         tokens = [token for token in self._tokens if not cast(Any, token.grad_fn).is_freed]

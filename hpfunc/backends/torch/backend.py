@@ -8,27 +8,29 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 from ..._errors import MeshError, message
 from ..foreach import Foreach
-from ..host_bytes import HostBytes
-from ..interop import SharedMemory
 from ..protocol import Collective, Counters, Job, Poll, Purpose
-from . import abstract, autograd, collectives, linear, modes
-from . import digest as digests
-from .bytes import TorchHostBytes
+from ..streams import DeviceStreams
+from . import collectives, modes
+from .abstract import abstract, deferred, is_abstract, random_states, set_random_state
+from .autograd import TorchTape, use_plain
+from .bytes import to_bytes
 from .compile import leave_alone
+from .digest import digest
 from .foreach import TorchForeach
-from .streams import DeviceStreams, HostPending, HostStreams
+from .linear import is_transformed, linear
+from .streams import HostPending, HostStreams, device_streams
 
 # Note [Small messages travel apart]
 # gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
@@ -44,19 +46,12 @@ class TorchBackend:
 
     name = "torch"
     foreach: Foreach = TorchForeach()
-    host_bytes: HostBytes = TorchHostBytes()
 
     def __init__(self) -> None:
         self.counters = Counters()
         self._groups: dict[tuple[object, ...], Any] = {}
         self._for_small: dict[Any, Any] = {}  # by group; see Note [Small messages travel apart]
         self._streams: dict[str, HostStreams | DeviceStreams] = {}
-
-    @property
-    def interop(self) -> SharedMemory:
-        from .dtensor import INTEROP  # it loads much of torch
-
-        return INTEROP
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> Job:
@@ -80,14 +75,8 @@ class TorchBackend:
         if key not in self._groups:
             if not dist.is_initialized():
                 raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
-            make = partial(
-                dist.new_group,
-                list(ranks),
-                timeout=timedelta(seconds=timeout_s),
-                backend=collectives.HOST if on_host else None,
-                use_local_synchronization=True,
-                sort_ranks=False,
-            )
+            backend = collectives.HOST if on_host else None
+            make = partial(collectives.new_group, ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
             options = partial(collectives.host_options, timeout_s=timeout_s) if on_host else lambda _: None
             group = self._groups[key] = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
             if on_host and purpose in _SCHEDULED:
@@ -124,8 +113,9 @@ class TorchBackend:
         return texts
 
     # --- tensors ---------------------------------------------------------------------------------------------------
-    def is_abstract(self, value: Any) -> bool:
-        return abstract.is_abstract(value)
+    is_abstract = staticmethod(is_abstract)
+    digest = staticmethod(digest)
+    to_bytes = staticmethod(to_bytes)
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
@@ -161,9 +151,6 @@ class TorchBackend:
     def adopt(self, gradient: torch.Tensor) -> torch.Tensor | None:
         whole = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         return gradient.view(-1) if whole else None  # nobody else holds it: see `borrowed`
-
-    def digest(self, tensor: torch.Tensor) -> int:
-        return digests.digest(tensor)
 
     def num_writes(self, tensor: torch.Tensor) -> int | None:
         try:  # all parts of a larger tensor share one counter
@@ -218,6 +205,15 @@ class TorchBackend:
         with torch.no_grad():
             tensor.div_(divisor)
 
+    def from_bytes(self, data: np.ndarray, shape: Sequence[int], dtype: str, device: str) -> torch.Tensor:
+        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(tuple(shape)).to(device)
+
+    def as_tensor(self, value: Any) -> torch.Tensor:
+        return value.detach() if isinstance(value, torch.Tensor) else torch.from_dlpack(value)
+
+    def as_numpy(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.detach().numpy()
+
     # --- communication ---------------------------------------------------------------------------------------------
     def ordered_sums(self, device: str) -> bool:
         return device == "cpu"
@@ -225,17 +221,15 @@ class TorchBackend:
     def streams(self, device: str) -> HostStreams | DeviceStreams:
         if device not in self._streams:
             on_host = device in ("cpu", "meta")
-            self._streams[device] = HostStreams(self.counters) if on_host else DeviceStreams(torch.device(device))
+            self._streams[device] = HostStreams(self.counters) if on_host else device_streams(torch.device(device))
         return self._streams[device]
 
     def launch(
         self, collective: Collective, group: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
     ) -> list[Any]:
         pairs = [(s.view(-1), r.view(-1)) for s, r in zip(sends, receives, strict=True) if s.numel()]
-        size = group.size()
         for send, _ in pairs:
-            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}
-            self.counters.count(collective, int(send.nbytes * share.get(collective, (size - 1) / size)))
+            self.counters.count_launch(collective, send.nbytes, group.size())
         if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
             return [collectives.start_together(collective, group, pairs)]
         small = self._for_small.get(group, group)
@@ -255,6 +249,17 @@ class TorchBackend:
         return collectives.permute(group, send, receive, target, source)
 
     # --- differentiation -------------------------------------------------------------------------------------------
+    tape = TorchTape
+    linear = staticmethod(linear)
+    is_transformed = staticmethod(is_transformed)
+    use_plain = staticmethod(use_plain)
+    ordinary = staticmethod(modes.ordinary_mode)
+    leave_alone = staticmethod(leave_alone)
+    abstract = staticmethod(abstract)
+    deferred = staticmethod(deferred)
+    random_states = staticmethod(random_states)
+    set_random_state = staticmethod(set_random_state)
+
     def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
         if array_type not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(
@@ -262,43 +267,6 @@ class TorchBackend:
                 lambda array: (list(flatten(array)[0]), flatten(array)[1]),
                 lambda children, metadata: unflatten(metadata, children),
             )
-
-    def tape(self, device: str) -> autograd.TorchTape:
-        return autograd.TorchTape(device)
-
-    def linear(
-        self,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        transpose: Callable[[torch.Tensor], torch.Tensor] | None,
-        x: torch.Tensor,
-    ) -> torch.Tensor:
-        return linear.linear(forward, transpose, x)
-
-    def is_transformed(self, tensors: Iterable[torch.Tensor]) -> bool:
-        return linear.is_transformed(tensors)
-
-    def use_plain(
-        self, fn: Callable[..., Any], wholes: Sequence[torch.Tensor], names: Sequence[str], *args: Any, **kwargs: Any
-    ) -> Any:
-        return autograd.use_plain(fn, wholes, names, *args, **kwargs)
-
-    def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
-        return modes.ordinary_mode()
-
-    def leave_alone(self, fn: Callable[..., Any]) -> None:
-        leave_alone(fn)
-
-    def abstract(self) -> AbstractContextManager[Callable[[Any], Any]]:
-        return abstract.abstract()
-
-    def deferred(self, init_fn: Callable[[], Any], prepare: Callable[[Any], abstract.Keep]) -> Any:
-        return abstract.deferred(init_fn, prepare)
-
-    def random_states(self, device: str) -> list[bytes]:
-        return abstract.random_states(device)
-
-    def set_random_state(self, device: str, place: int, state: bytes) -> None:
-        abstract.set_random_state(device, place, state)
 
 
 def _store() -> dist.Store:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -19,13 +17,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-class TorchHostBytes:
-    """See `HostBytes`."""
-
-    def to_bytes(self, tensor: torch.Tensor, *, copy: bool) -> np.ndarray:
-        flat = as_bytes(tensor)
-        on_host = flat.cpu()
-        return np.array(on_host.numpy(), copy=copy and on_host.data_ptr() == flat.data_ptr())
-
-    def from_bytes(self, data: np.ndarray, shape: Sequence[int], dtype: str, device: str) -> torch.Tensor:
-        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(tuple(shape)).to(device)
+def to_bytes(tensor: torch.Tensor, *, copy: bool) -> np.ndarray:
+    """See `Memory.to_bytes`."""
+    flat = as_bytes(tensor)
+    on_host = flat.cpu()
+    return np.array(on_host.numpy(), copy=copy and on_host.data_ptr() == flat.data_ptr())

@@ -46,8 +46,12 @@ def _host_group(given: Any, options: Any) -> Any:
     return _gloo(given.store, given.group_rank, given.group_size, options)
 
 
+# Note [Names of groups]
+# torch names a group by its ranks and by the number of names that it knows. So a name comes again when a group is
+# destroyed: the group of that name may still live, which is an error, or the rendezvous would meet its old keys.
+# Groups of ours that were given up keep their names, and where the caller has destroyed a group, the count is raised.
 class _GivenUp:
-    """Stands for a destroyed group in torch's table of names, which are numbered by its length: none comes again."""
+    """Stands for a group in torch's table of names. See Note [Names of groups]."""
 
     def abort(self) -> None:
         """It was."""
@@ -56,16 +60,23 @@ class _GivenUp:
         """It was."""
 
 
-def give_up(group: Any) -> None:
-    """Ends whatever a group is doing. Its name stays taken: the rendezvous of the next one must not meet its keys.
+def _names() -> dict[Any, Any]:
+    return dist.distributed_c10d._world.pg_names
 
-    A group of the host has threads, which end only when torch forgets it.
-    """
+
+def new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """Returns a new group of these ranks, which alone make it. See Note [Names of groups]."""
+    while dist.distributed_c10d._hash_ranks_to_str(list(ranks)) in _names().values():
+        _names()[_GivenUp()] = f"hpfunc {len(_names())}"
+    return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
+
+
+def give_up(group: Any) -> None:
+    """Ends whatever a group is doing. A group of the host has threads, which end only when torch forgets it."""
     group.abort()
-    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
-    if (name := names.get(group)) is not None and dist.get_backend(group) == HOST:  # else the caller has ended it
+    if (name := _names().get(group)) is not None and dist.get_backend(group) == HOST:  # else the caller has ended it
         dist.destroy_process_group(group)
-        names[_GivenUp()] = name
+        _names()[_GivenUp()] = name
 
 
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])

@@ -10,14 +10,12 @@ of their own, say), hpfunc uses an ordinary tensor in the same memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..._errors import UsageError, message
-
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
@@ -49,13 +47,12 @@ def _ordinary_leaf(leaf: Any) -> Any:
     return ordinary(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def ordinary_mode() -> AbstractContextManager[Callable[[Any], Any] | None]:
-    """See `Differentiation.ordinary`."""
-    return _ordinary_mode() if torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
 @contextmanager
-def _ordinary_mode() -> Iterator[Callable[[Any], Any]]:
+def ordinary_mode() -> Iterator[Callable[[Any], Any] | None]:
+    """See `Differentiation.ordinary`."""
+    if not torch.is_inference_mode_enabled():
+        yield None
+        return
     with torch.inference_mode(False):
         yield _ordinary_leaf
 

@@ -42,10 +42,6 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
-def _kind(tensor: Tensor) -> Kind:
-    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
 class Wholes:
     """Access to the current whole weights of one use.
 
@@ -123,7 +119,10 @@ class Saving:
             return found
         index, kind, *geometry = saved
         whole = self._wholes[index]
-        return _same_kind(whole, *geometry) if kind is None else _another_kind(whole, kind, *geometry)
+        if kind is not None:
+            return _another_kind(whole, kind, *geometry)
+        shape, stride, offset = geometry
+        return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
     def _written(self, saved: Tensor, version: int) -> UsageError:
         dtype = str(saved.dtype).removeprefix("torch.")
@@ -135,16 +134,12 @@ class Saving:
 
 def _place_of(tensor: Tensor, index: int, dtype: torch.dtype, start: int) -> tuple[Any, ...]:
     """Returns where a tensor lies in a whole weight, and its kind if that is not the kind of the weight."""
-    kind = _kind(tensor)
+    kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     if kind == (dtype, False, False):  # whole weights that are released are made here
         return index, None, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
     assert start * dtype.itemsize % tensor.itemsize == 0, "whole weights begin at the beginning of their memory"
     offset = int(tensor.storage_offset()) - start * dtype.itemsize // tensor.itemsize
     return index, kind, tensor.shape, tensor.stride(), offset
-
-
-def _same_kind(whole: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
 
 def _another_kind(whole: Tensor, kind: Kind, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Where torch's work runs: on a CPU at once and in gloo's threads, on an accelerator on streams.
 
-The device path (`DeviceStreams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the
+The device path (`device_streams`) is the same for CUDA and Ascend. It needs an accelerator, and has not run on the
 machines that test this project. Tests check that it launches the same ops in the same order.
 """
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ..protocol import Counters, Poll
+from ..streams import DeviceStreams
 
 POLL_S = 0.5
 
@@ -54,7 +55,7 @@ class HostStreams:
             self.wait(pending, poll)
         if not _profiling():
             return HostPending(label, work() or ())
-        with record_function(f"hpfunc::{label}"):
+        with _span(label):
             return HostPending(label, work() or ())
 
     def wait(self, pending: Any, poll: Poll) -> None:
@@ -93,64 +94,20 @@ class HostStreams:
             raise
 
 
-class DevicePending:
-    """A point on a stream of a device."""
-
-    __slots__ = ("event", "label")
-
-    def __init__(self, label: str, event: Any) -> None:
-        self.label = label
-        self.event = event
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has reached this point. The host waits for it, so it is used for pictures only."""
-        self.event.synchronize()
-        callback()
+def device_streams(device: torch.device, module: Any = None) -> DeviceStreams:
+    """Returns the streams of a device, by the module of torch that has its streams and events."""
+    module = module or getattr(torch, device.type)
+    return DeviceStreams(
+        current=lambda: module.current_stream(device),
+        stream=lambda: module.Stream(device),
+        event=module.Event,
+        on=module.stream,
+        span=_span,
+    )
 
 
-class DeviceStreams:
-    """An accelerator: every op is enqueued on a stream, waits are edges between streams, the host never blocks.
-
-    Memory needs no `record_stream`: a buffer is allocated under its own stream, and freed behind waits of that stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.module = getattr(torch, device.type)
-        self.streams: dict[str, Any] = {}
-        self.caller: Any = None  # the caller's stream, while an op is issued on another one
-
-    def _stream(self, name: str) -> Any:
-        if name == "compute":
-            return self.caller or self.module.current_stream(self.device)
-        if name not in self.streams:
-            self.streams[name] = self.module.Stream(self.device)
-        return self.streams[name]
-
-    def issue(
-        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll
-    ) -> DevicePending:
-        target, self.caller = self._stream(stream), self._stream("compute")
-        try:
-            with self.module.stream(target), record_function(f"hpfunc::{label}"):
-                for pending in waits:
-                    target.wait_event(pending.event)
-                for collective in work() or ():
-                    collective.wait()  # an edge from the communicator's own stream; the host goes on
-                event = self.module.Event()
-                event.record(target)
-        finally:
-            self.caller = None
-        return DevicePending(label, event)
-
-    def wait(self, pending: Any, poll: Poll) -> None:
-        self._stream("compute").wait_event(pending.event)
-
-    def runs_at_once(self) -> bool:
-        return False
-
-    def memory(self, stream: str) -> AbstractContextManager[Any]:
-        return self.module.stream(self._stream(stream))
+def _span(label: str) -> AbstractContextManager[Any]:
+    return record_function(f"hpfunc::{label}")
 
 
 def _profiling() -> bool:

@@ -10,17 +10,15 @@ from mindspore import nn, ops
 
 from ..._errors import LeafError, UsageError, message
 from ..._transforms.shard import init
-from ..._transforms.unshard import unshard
-from ..._values.array import is_sharded
 from ..._values.mesh import Mesh, PartitionSpec
 from .._choose import choose
 from .._function import ModuleFunction
-from .._slots import misfits
+from .._slots import replacements, whole
 from .parts import PARTS
 from .skeleton import CellSkeleton, named_tensors, plain
 
 Tensor = Any
-_INIT, _TO = "hpfunc.init_module", "hpfunc.to_module"
+_INIT = "hpfunc.init_module"
 
 
 def from_module(module: nn.Cell, units: Any, remat: bool) -> tuple[ModuleFunction, dict[str, Tensor]]:
@@ -58,21 +56,10 @@ def init_module(
 
 def to_module(params: Mapping[str, Any], module: nn.Cell, buffers: Mapping[str, Tensor] | None) -> nn.Cell:
     """See `hpfunc.to_module`."""
-    own_params, own_buffers = named_tensors(module)
-    targets = [(own_params, params)] if buffers is None else [(own_params, params), (own_buffers, buffers)]
-    bad = [line for own, given in targets for line in misfits(own, given)]
-    if bad:
-        raise LeafError(message(_TO, "the weights are not those of the module", bad))
-    for own, given in targets:
-        for path, x in own.items():
-            value = given[path]
-            whole = unshard(value, value.mesh.axis_names) if is_sharded(value) else value
-            _write(x, plain(whole).astype(x.dtype))  # a copy: MindSpore would take the memory itself
+    for _, x, value in replacements(named_tensors(module), params, buffers):
+        new = plain(whole(value)).astype(x.dtype)  # a copy: MindSpore would take the memory itself
+        if isinstance(x, mindspore.Parameter):
+            x.set_data(new)
+        else:
+            ops.assign(x, new)
     return module
-
-
-def _write(target: Tensor, value: Tensor) -> None:
-    if isinstance(target, mindspore.Parameter):
-        target.set_data(value)
-    else:
-        ops.assign(target, value)

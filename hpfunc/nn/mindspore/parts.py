@@ -9,12 +9,11 @@ a buffer (`Cell.register_buffer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from mindspore import nn
 
+from .._choose import Parts
+
 STATE = frozenset({"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"})
-_LISTS = (nn.CellList, nn.SequentialCell, nn.CellDict)
 
 
 def is_state(name: str, parameter: object) -> bool:
@@ -22,31 +21,16 @@ def is_state(name: str, parameter: object) -> bool:
     return name in STATE and not getattr(parameter, "requires_grad", False)
 
 
-class MindSporeParts:
-    """See `Parts`."""
-
-    kind = nn.Cell
-    method = "construct"
-
-    def named(self, module: nn.Cell) -> dict[str, nn.Cell]:
-        return dict(module.cells_and_names())
-
-    def children(self, module: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
-        return module.name_cells().items()
-
-    def own(self, module: nn.Cell) -> list[str]:
-        params = vars(module)["_params"].items()
-        return [name for name, x in params if x is not None and not is_state(name, x)]
-
-    def computes_own(self, module: nn.Cell) -> bool:
-        return False
-
-    def is_list(self, module: nn.Cell) -> bool:
-        return isinstance(module, _LISTS)
-
-    def is_called(self, module: nn.Cell) -> bool:
-        unset = (nn.Cell.construct, nn.CellList.construct, nn.CellDict.construct)
-        return type(module).construct not in unset
+def _own(cell: nn.Cell) -> list[str]:
+    return [name for name, x in vars(cell)["_params"].items() if x is not None and not is_state(name, x)]
 
 
-PARTS = MindSporeParts()
+PARTS = Parts(
+    kind=nn.Cell,
+    method="construct",
+    lists=(nn.CellList, nn.SequentialCell, nn.CellDict),
+    unset=(nn.Cell.construct, nn.CellList.construct, nn.CellDict.construct),
+    named=lambda cell: dict(cell.cells_and_names()),
+    children=lambda cell: cell.name_cells().items(),
+    own=_own,
+)

@@ -12,7 +12,6 @@ and weights are compared in the first call in each mode.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from ..._running.context import module_call
 from ..._transforms.unit import unit
 from ..._values.array import is_sharded
 from .._choose import Choice
-from .._slots import NAME, Part, Slot, computing, filled, owners_of_hooks, refuse_writes, set_modes, whole_of
+from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes, set_modes, whole_of
 from .parts import PARTS, is_state
 
 Tensor = Any
@@ -106,7 +105,7 @@ class CellCall:
         key = path, executor.requires_grad()
         if key not in self.wholes:
             array = self.params[path]
-            self.wholes[key] = unit(_copied, name=path)(array) if is_sharded(array) else _copied(array)
+            self.wholes[key] = unit(mindspore.Tensor.copy, name=path)(array) if is_sharded(array) else array.copy()
             if self.looks:
                 self.digests[key] = _digest(self.wholes[key])
         return self.wholes[key]
@@ -118,16 +117,12 @@ class CellCall:
             raise refuse_writes(written)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.copy()
-
-
 def _digest(tensor: Tensor) -> int:
     return backends.get("mindspore").digest(tensor)
 
 
 class CellSkeleton:
-    """See `Skeleton` in `nn._function`."""
+    """See `Skeleton`, and Note [The copy]."""
 
     def __init__(self, cell: nn.Cell, choice: Choice, initial: Tensors, *, remat: bool) -> None:
         params, buffers = named_tensors(cell)
@@ -152,7 +147,6 @@ class CellSkeleton:
         return tuple(part.training for part in self._cells)
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
-        """Returns the modes after "train" or "eval"."""
         set_modes(enumerate(self._cells), modes)
         self.module.set_train(change == "train")
         return self._read_modes()
@@ -164,13 +158,11 @@ class CellSkeleton:
 
     # --- a call -------------------------------------------------------------------------------------------------------
     def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> CellCall:
-        """Returns a call with these parameters, which has not begun."""
         return CellCall(params, modes)
 
     def run(
         self, call: CellCall, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any
     ) -> tuple[Any, Tensors]:
-        """Returns the outputs and the buffers after the call."""
         call.looks = (call.modes, entry) not in self._looked
         token = module_call.set(call)
         try:
@@ -186,12 +178,11 @@ class CellSkeleton:
         return outputs, after
 
     def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
-        """Returns the paths of plain parameters that `value_and_grad` differentiates."""
         known = {id(x) for x in leaves or ()}
         return [path for path, x in params.items() if id(x) in known]
 
     def lost(self, call: CellCall, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
-        """Returns the paths of buffers that a call changed. See Note [Writes on MindSpore]."""
+        """See Note [Writes on MindSpore]."""
         return sorted(path for path, x in after.items() if not np.array_equal(x.asnumpy(), before[path].asnumpy()))
 
     def _places(self, buffers: Mapping[str, Tensor]) -> Tensors:
@@ -241,16 +232,9 @@ class CellSkeleton:
 def _copy(cell: nn.Cell, params: Tensors, buffers: Tensors) -> nn.Cell:
     parts = list(PARTS.named(cell).values())
     memo: dict[int, Any] = {id(x): StandIn(path) for path, x in {**params, **buffers}.items()}
-    memo |= owners_of_hooks(parts, (x for p in parts for name, x in vars(p).items() if "hook" in name and _is_table(x)))
-    try:
-        return copy.deepcopy(cell, memo)
-    except Exception as error:
-        hint = "make the attribute that cannot be copied outside of the cell"
-        raise UsageError(message(NAME, f"the cell cannot be copied: {error}", hint=hint)) from error
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
+    attributes = [(name, x) for part in parts for name, x in vars(part).items()]
+    memo |= owners_of_hooks(parts, (x for name, x in attributes if "hook" in name and isinstance(x, dict)))
+    return copy_of(cell, memo, "cell")
 
 
 def _made_ready(cell: nn.Cell) -> dict[str, Any]:
@@ -279,17 +263,13 @@ def _refuse_own_ways(cell: nn.Cell) -> None:
 def _refuse_dropout(cell: nn.Cell) -> None:
     """Raises UsageError for cells that draw other random numbers when they are recomputed on a CPU."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-    parts = PARTS.named(cell).items()
-    bad = [f"{path}: {type(x).__name__}" for path, x in parts if isinstance(x, kinds) and _drops(x)]
+    dropouts: list[tuple[str, Any]] = [(path, x) for path, x in PARTS.named(cell).items() if isinstance(x, kinds)]
+    bad = [f"{path}: {type(x).__name__}" for path, x in dropouts if (x.keep_prob < 1 if x.p is None else x.p > 0)]
     if bad and mindspore.get_context("device_target") == "CPU":
         rule = (
             "with remat=True dropout would draw other numbers in backward: MindSpore restores no state of it on a CPU"
         )
         raise UsageError(message(NAME, rule, bad, hint="leave remat out, or set p=0"))
-
-
-def _drops(dropout: Any) -> bool:
-    return dropout.keep_prob < 1 if dropout.p is None else dropout.p > 0
 
 
 def _has_parameters(value: Any) -> bool:

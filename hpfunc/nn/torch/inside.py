@@ -11,12 +11,13 @@ the stand-ins return.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._slots import Part, set_modes
+from .._slots import Part, filled, set_modes
 
 Tensor = torch.Tensor
 
@@ -51,12 +52,12 @@ class Home:
 class Reopening:
     """The inside of one use of a unit. See Note [Checkpoints inside of a module]."""
 
-    __slots__ = ("_before", "_buffers", "_home", "_modes", "_part", "_weights")
+    __slots__ = ("_buffers", "_home", "_modes", "_part", "_places", "_weights")
 
     def __init__(self, home: Home, part: Part, modes: tuple[bool, ...], buffers: Mapping[str, Tensor]) -> None:
         self._home, self._part, self._modes, self._buffers = home, part, modes, buffers
         self._weights: Callable[[], Sequence[Tensor]] | None = None
-        self._before: list[Tensor] = []
+        self._places = ExitStack()
 
     def begin(self, weights: Callable[[], Sequence[Tensor]]) -> None:
         """See `Inside`."""
@@ -67,24 +68,21 @@ class Reopening:
 
     def end(self) -> None:
         """See `Inside`."""
-        for slot, value in zip((*self._part.weights, *self._part.buffers), self._before, strict=False):
-            slot.tensors[slot.name] = value
-        self._before, self._weights = [], None
+        self._places.close()
+        self._weights = None
         if self._home.open is self:
             self._home.open = None
 
     def fill(self) -> None:
-        """Puts weights and buffers into their places."""
-        if self._before or self._weights is None:
+        """Puts weights and buffers into their places, once."""
+        if self._weights is None:
             return
-        slots = (*self._part.weights, *self._part.buffers)
         paths = sorted({slot.path for slot in self._part.weights})  # as a dict is flattened
         with _disable_current_modes():  # a selective checkpoint's mode counts all operators
             values = dict(zip(paths, self._weights(), strict=True))
             values |= {path: x.clone() for path, x in self._buffers.items()}
-        self._before = [slot.tensors[slot.name] for slot in slots]
-        for slot in slots:
-            slot.tensors[slot.name] = values[slot.path]
+        self._places.enter_context(filled((*self._part.weights, *self._part.buffers), values))
+        self._weights = None
 
     def value(self, path: str) -> Tensor | None:
         """Returns a weight or buffer of the unit; None if it is not in the unit."""

@@ -9,20 +9,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..._errors import LeafError, UsageError, message
 from ..._transforms.shard import init
-from ..._transforms.unshard import unshard
-from ..._values.array import is_sharded
 from ..._values.mesh import Mesh, PartitionSpec
-from .._choose import choose
+from .._choose import Parts, choose
 from .._function import ModuleFunction
-from .._slots import misfits
-from .parts import PARTS
+from .._slots import replacements, whole
 from .skeleton import ModuleSkeleton, named_tensors
 
 Tensor = torch.Tensor
+PARTS = Parts(
+    kind=nn.Module,
+    method="forward",
+    lists=(nn.ModuleList, nn.Sequential, nn.ModuleDict),
+    unset=(nn.Module.forward,),
+    named=lambda module: dict(module.named_modules()),
+    children=lambda module: module.named_children(),
+    own=lambda module: [name for name, x in vars(module)["_parameters"].items() if x is not None],
+    computes_own=is_parametrized,
+)
 _FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
 
 
@@ -129,18 +137,12 @@ def _reset(part: nn.Module) -> None:
 def to_module(params: Mapping[str, Any], module: nn.Module, buffers: Mapping[str, Tensor] | None) -> nn.Module:
     """See `hpfunc.to_module`."""
     _check_module(_TO, module)
-    own_params, own_buffers = named_tensors(module)
-    targets = [(own_params, params)] if buffers is None else [(own_params, params), (own_buffers, buffers)]
-    bad = [line for own, given in targets for line in misfits(own, given)]
-    if bad:
-        raise LeafError(message(_TO, "the weights are not those of the module", bad))
-    meta = [path for own, _ in targets for path, x in own.items() if x.is_meta]
+    pairs = replacements(named_tensors(module), params, buffers)
+    meta = [path for path, x, _ in pairs if x.is_meta]
     if meta:
         hint = "module.to_empty(device=...) gives it memory"
         raise UsageError(message(_TO, "the module is on the meta device", meta, hint=hint))
     with torch.no_grad():
-        for own, given in targets:
-            for path, x in own.items():
-                value = given[path]
-                x.copy_(unshard(value, value.mesh.axis_names) if is_sharded(value) else value)
+        for _, x, value in pairs:
+            x.copy_(whole(value))
     return module

@@ -16,7 +16,6 @@ buffers would be lost, values are compared too, but only in the first call in ea
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -32,7 +31,7 @@ from ..._values.array import ShardedArray, is_sharded
 from ...backends.torch.abstract import is_abstract
 from ...backends.torch.autograd import enclosing_hooks
 from .._choose import Choice
-from .._slots import NAME, Part, Slot, computing, filled, owners_of_hooks, refuse_writes
+from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes
 from .inside import Home, Reopening
 from .stand_in import ModuleCall, StandIn
 
@@ -64,22 +63,11 @@ def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tenso
     for part in parts:
         values = vars(part).values()
         memo |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and x.grad_fn is not None}
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        hint = "make the attribute that cannot be copied outside of the module"
-        raise UsageError(message(NAME, f"the module cannot be copied: {error}", hint=hint)) from error
+    return copy_of(module, memo, "module")
 
 
 class ModuleSkeleton:
-    """See Note [The copy].
-
-    Attributes:
-        module: the copy.
-        choice: its units.
-        params: the paths of its parameters; `frozen` are those without gradient.
-        modes: of each module, whether it trains.
-    """
+    """See `Skeleton`, and Note [The copy]."""
 
     def __init__(self, module: nn.Module, choice: Choice, initial: Tensors, *, remat: bool) -> None:
         params, buffers = named_tensors(module)
@@ -110,7 +98,6 @@ class ModuleSkeleton:
         return tuple(module.training for module in self._modules)
 
     def modes_after(self, modes: tuple[bool, ...], change: str) -> tuple[bool, ...]:
-        """Returns the modes after the module's method `change` is called."""
         self._home.take(modes)
         self._home.modes = None
         getattr(self.module, change)()
@@ -126,7 +113,6 @@ class ModuleSkeleton:
 
     # --- a call -------------------------------------------------------------------------------------------------------
     def call(self, params: Mapping[str, Any], modes: tuple[bool, ...]) -> ModuleCall:
-        """Returns a call with these parameters, which has not begun."""
         first = next(iter(params.values()), None)
         device = first.mesh.device if isinstance(first, ShardedArray) else getattr(first, "device", "cpu")
         return ModuleCall(params, device, modes)
@@ -134,7 +120,6 @@ class ModuleSkeleton:
     def run(
         self, call: ModuleCall, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any
     ) -> tuple[Any, Tensors]:
-        """Returns the outputs and the buffers after the call; ``call.changed`` then names those that were written."""
         self._home.close()
         held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
         call.placed = {path: (x, x._version) for path, x in held.items()}
@@ -152,7 +137,6 @@ class ModuleSkeleton:
         return outputs, {path: x.detach() for path, x in after.items()}
 
     def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
-        """Returns the paths of plain parameters for which gradients are recorded."""
         if not torch.is_grad_enabled():
             return []
         known = None if leaves is None else {id(x) for x in leaves}
@@ -161,7 +145,7 @@ class ModuleSkeleton:
         return [path for path, x in plain if x.requires_grad and (known is None or not x.is_leaf or id(x) in known)]
 
     def lost(self, call: ModuleCall, entry: str, before: Mapping[str, Tensor], after: Tensors) -> list[str]:
-        """Returns the paths of buffers that a call changed. See Note [Buffers that change unseen]."""
+        """See Note [Buffers that change unseen]."""
         key = call.modes, entry
         if (call.changed or key not in self._compared) and not any(map(is_abstract, after.values())):
             call.changed |= {path for path, x in after.items() if not torch.equal(x, before[path].to(x.device))}
