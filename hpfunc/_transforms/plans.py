@@ -20,7 +20,7 @@ from ..planning.planner import Traits, plan
 from ..planning.policy import Policy
 from ..planning.program import Program, Unit, dotted
 from ..planning.schedule import Schedule
-from ..planning.windows import check_policy, unmatched
+from ..planning.windows import Windows, unmatched
 
 _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64
@@ -46,7 +46,7 @@ class Plans:
 
     def review(self, program: Program, *, measures: bool) -> None:
         """Raises PolicyError for a policy that does not fit the program, before the step can update anything."""
-        check_policy(program, settle(self.policy, self.mesh, program, measures=measures))
+        Windows(program, settle(self.policy, self.mesh, program, measures=measures)).check_budget()
         if self.kept:
             return  # a later program may lack a unit
         if patterns := unmatched(program, self.policy):
