@@ -59,16 +59,6 @@ class Control:
         self.ranks, self.rank, self.timeout_s = ranks, rank, timeout_s
         self.standing = _standing(framework, ranks, rank)
 
-    @property
-    def generation(self) -> int:
-        """See `Standing`."""
-        return self.standing.generation
-
-    @property
-    def is_broken(self) -> bool:
-        """See `Standing`."""
-        return self.standing.is_broken
-
     # --- comparing --------------------------------------------------------------------------------------------------
     def agree(self, where: str, facts: Callable[[], str], error: BaseException | None = None) -> None:
         """Compares `facts` with all ranks.
@@ -86,8 +76,7 @@ class Control:
         if len(self.ranks) == 1:
             return
         text = f"error: {error}" if error is not None else facts()
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest])
+        numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest_of_text(text)])
         if all(other == numbers[0] for other in numbers) and not numbers[0][0]:
             return
         texts = self.exchange_text(f"agreement in {where}", text)
@@ -119,7 +108,7 @@ class Control:
 
     # --- the board --------------------------------------------------------------------------------------------------
     def _key(self, rank: int) -> str:
-        return f"{self.generation}/{hash(self.ranks)}/{rank}"
+        return f"{self.standing.generation}/{hash(self.ranks)}/{rank}"
 
     def note(self, kind: str, text: str) -> None:
         """Writes this rank's place and state on the board."""
@@ -144,7 +133,7 @@ class Control:
         """Returns the births of `count` arrays that all ranks make together. Call it after they have agreed."""
         first = self.standing.num_arrays
         self.standing.num_arrays += count
-        return [(self.generation, first + i) for i in range(count)]
+        return [(self.standing.generation, first + i) for i in range(count)]
 
     def leave(self, text: str) -> None:
         """Writes on the board that this rank leaves its plan here."""
@@ -153,7 +142,7 @@ class Control:
 
     def fail(self, error: BaseException) -> None:
         """Writes on the board that this rank's step raised. The groups are made again on next use."""
-        if len(self.ranks) > 1 and not self.is_broken:
+        if len(self.ranks) > 1 and not self.standing.is_broken:
             self.standing.is_broken = True
             self.note("failed", f"{type(error).__name__}: {error}")
 

@@ -28,8 +28,8 @@ KEPT_PLANS = 64
 # Note [Equal on all ranks]
 # The choice of a plan, and the set of kept plans, depend only on what earlier calls did. That is equal on all ranks:
 # they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call less than
-# the others. All ranks know of a failure when the next step begins (`Control.generation`); then they drop all plans and
-# histories, and record the next call.
+# the others. All ranks know of a failure when the next step begins (`Standing.generation`); then they drop all plans
+# and histories, and record the next call.
 
 
 class Plans:
@@ -72,8 +72,8 @@ class Plans:
             histories: all histories; they are cleared after a failure.
             history: fingerprints of the programs that the step ran with such arguments.
         """
-        if self._generation != control.generation:
-            self._generation = control.generation
+        if self._generation != control.standing.generation:
+            self._generation = control.standing.generation
             self.kept.clear()
             for each in histories:
                 each.clear()

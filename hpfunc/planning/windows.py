@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
 from typing import cast
@@ -103,7 +104,8 @@ _WHEN = {"forward": "after forward", "backward": "after backward", "never": "nev
 
 
 def _release(program: Program, policy: Policy, unit: int) -> Release:
-    return next((r for pattern, r in _overrides(policy) if program.matches(unit, pattern)), policy.release)
+    matching: Iterator[Release] = (r for pattern, r in _overrides(policy) if program.matches(unit, pattern))
+    return next(matching, policy.release)
 
 
 def _overrides(policy: Policy) -> tuple[tuple[str, Release], ...]:
