@@ -59,16 +59,6 @@ class Control:
         self.ranks, self.rank, self.timeout_s = ranks, rank, timeout_s
         self.standing = _standing(framework, ranks, rank)
 
-    @property
-    def generation(self) -> int:
-        """See `Standing`."""
-        return self.standing.generation
-
-    @property
-    def is_broken(self) -> bool:
-        """See `Standing`."""
-        return self.standing.is_broken
-
     # --- comparing --------------------------------------------------------------------------------------------------
     def agree(self, where: str, facts: Callable[[], str], error: BaseException | None = None) -> None:
         """Compares `facts` with all ranks.
@@ -86,8 +76,7 @@ class Control:
         if len(self.ranks) == 1:
             return
         text = f"error: {error}" if error is not None else facts()
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest])
+        numbers = self.exchange(f"agreement in {where}", [int(error is not None), digest_of_text(text)])
         if all(other == numbers[0] for other in numbers) and not numbers[0][0]:
             return
         texts = self.exchange_text(f"agreement in {where}", text)
@@ -111,7 +100,7 @@ class Control:
         try:
             return self.backend.exchange_text(self._group(), text)
         except RuntimeError as error:  # of the framework: this exchange does not read the board itself
-            self.poll(f"{label}: {error}", float("inf"))
+            self.poll(label, error)
             raise
 
     def _group(self) -> Any:
@@ -119,7 +108,7 @@ class Control:
 
     # --- the board --------------------------------------------------------------------------------------------------
     def _key(self, rank: int) -> str:
-        return f"{self.generation}/{hash(self.ranks)}/{rank}"
+        return f"{self.standing.generation}/{hash(self.ranks)}/{rank}"
 
     def note(self, kind: str, text: str) -> None:
         """Writes this rank's place and state on the board."""
@@ -144,7 +133,7 @@ class Control:
         """Returns the births of `count` arrays that all ranks make together. Call it after they have agreed."""
         first = self.standing.num_arrays
         self.standing.num_arrays += count
-        return [(self.generation, first + i) for i in range(count)]
+        return [(self.standing.generation, first + i) for i in range(count)]
 
     def leave(self, text: str) -> None:
         """Writes on the board that this rank leaves its plan here."""
@@ -153,7 +142,7 @@ class Control:
 
     def fail(self, error: BaseException) -> None:
         """Writes on the board that this rank's step raised. The groups are made again on next use."""
-        if len(self.ranks) > 1 and not self.is_broken:
+        if len(self.ranks) > 1 and not self.standing.is_broken:
             self.standing.is_broken = True
             self.note("failed", f"{type(error).__name__}: {error}")
 
@@ -166,20 +155,24 @@ class Control:
             standing.step, standing.position, standing.num_arrays = 0, 0, 0
             standing.left.clear()
 
-    def poll(self, label: str, elapsed_s: float) -> None:
+    def poll(self, label: str, waited: float | Exception) -> None:
         """Called while this rank waits for `label`. Raises if the wait cannot succeed.
+
+        Args:
+            label: what this rank waits for.
+            waited: the seconds so far, or the error of the framework that has ended the wait.
 
         Raises:
             PeerError: another rank failed, or did not arrive within the timeout.
             AgreementError: another rank left the plan at a point that this rank has passed.
         """
         try:
-            self._look(label, elapsed_s)
+            self._look(label, waited)
         except HpfuncError as error:
             self.fail(error)  # the collective that this rank waited for is incomplete
             raise
 
-    def _look(self, label: str, elapsed_s: float) -> None:
+    def _look(self, label: str, waited: float | Exception) -> None:
         notes, standing = self.notes(), self.standing
         self._look_for_failures(label, notes)
         passed = standing.step, standing.position
@@ -188,33 +181,34 @@ class Control:
                 rule = "ranks run different programs"
                 leaves = [f"rank {rank}: {text}", f"rank {self.rank}: went on with its plan, and waits for {label!r}"]
                 raise AgreementError(message("hpfunc.sharded", rule, leaves))
-        if elapsed_s > self.timeout_s:
-            self._give_up(label, elapsed_s)
+        if isinstance(waited, Exception):
+            self._give_up(label, f"{label}: {waited}", "the connection to a rank was lost")
+        elif waited > self.timeout_s:
+            self._give_up(label, label, f"no answer within {self.timeout_s:g} s")
 
     def _look_for_failures(self, label: str, notes: dict[int, tuple[str, int, int, str]]) -> None:
         failed = {rank: text for rank, (kind, _, _, text) in notes.items() if kind == "failed"}
         # A rank that stopped because of another one is not the cause: look for a rank that failed by itself.
         first = sorted(failed, key=lambda rank: (failed[rank].startswith(PeerError.__name__), rank))
         if first:
-            raise PeerError(self._failed(label, first[0], failed[first[0]]))
+            rule = f"rank {first[0]} failed while rank {self.rank} waited for {label!r}"
+            raise PeerError(message("hpfunc", rule, [f"rank {first[0]}: {failed[first[0]]}"]))
 
-    def _failed(self, label: str, rank: int, text: str) -> str:
-        return message(
-            "hpfunc", f"rank {rank} failed while rank {self.rank} waited for {label!r}", [f"rank {rank}: {text}"]
-        )
-
-    def _give_up(self, label: str, elapsed_s: float) -> None:
-        self.note("waiting", label)
+    def _give_up(self, label: str, shown: str, rule: str) -> None:
+        self.note("waiting", shown)
         time.sleep(GRACE_S)
         notes = self.notes()
         self._look_for_failures(label, notes)
         silent = [rank for rank in self.ranks if rank != self.rank and rank not in notes]
-        leaves = [f"rank {self.rank}: waits for {label!r}"]
+        leaves = [f"rank {self.rank}: waits for {shown!r}"]
         leaves += [f"rank {rank}: {kind} {text!r}" for rank, (kind, _, _, text) in notes.items()]
         leaves += [f"rank {rank}: no answer" for rank in silent]
-        lost = elapsed_s == float("inf")
-        rule = "the connection to a rank was lost" if lost else f"no answer within {self.timeout_s:g} s"
         raise PeerError(message("hpfunc", rule, leaves, hint="look at the log of the silent ranks first"))
+
+
+def digest_of_text(text: str) -> int:
+    """Returns a number that tells texts apart, for `Control.exchange`."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _difference(where: str, ranks: tuple[int, ...], texts: list[str]) -> str:

@@ -10,7 +10,7 @@ from .. import backends
 from .._values.layout import Gather
 from .._values.mesh import Mesh
 from .._values.numerics import check_sums
-from ..backends.protocol import Backend, Purpose
+from ..backends.protocol import Collective, Purpose
 from ..planning.program import sums_overflow
 from .agreement import control
 from .blocks import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
@@ -46,14 +46,22 @@ class Comm:
         """Returns the communicator; made on first use."""
         return self.backend.group(self.mesh.group(self.axes), self.purpose, self.mesh.device, self.mesh.timeout_s)
 
-    def _run(self, collective: Any, send: Tensor, receive: Tensor) -> None:
-        if self.backend.is_abstract(send) or self.size == 1:
-            return
-        self._await(collective, lambda: self.backend.launch(collective, self.group(), [send], [receive]))
-
-    def _await(self, collective: str, work: Callable[[], Any]) -> None:
+    def awaited(self, what: str, work: Callable[[], Any]) -> Any:
+        """Issues `work` on the compute stream, and awaits it. Returns it as the backend's streams do."""
         streams, poll = self.backend.streams(self.mesh.device), control(self.mesh).poll
-        streams.wait(streams.issue(f"{collective} {self.label}", "compute", (), work, poll), poll)
+        pending = streams.issue(f"{what} {self.label}", "compute", (), work, poll)
+        streams.wait(pending, poll)
+        return pending
+
+    def _sends(self, tensor: Tensor) -> bool:
+        return self.size > 1 and not self.backend.is_abstract(tensor)
+
+    def _receive(self, collective: Collective, send: Tensor, receive: Tensor) -> Tensor:
+        if self.size == 1 and receive is not send:
+            self.backend.copy(receive, send)
+        if self._sends(send):
+            self.awaited(collective, lambda: self.backend.launch(collective, self.group(), [send], [receive]))
+        return receive
 
     def _like(self, tensor: Tensor, numel: int) -> Tensor:
         return self.backend.empty((numel,), self.backend.dtype_name(tensor), self.backend.device_of(tensor))
@@ -61,23 +69,22 @@ class Comm:
     def _flat(self, tensor: Tensor) -> Tensor:
         return self.backend.contiguous(self.backend.detach(tensor)).reshape(-1)
 
+    def _flat_copy(self, tensor: Tensor) -> Tensor:
+        flat = self._flat(tensor)
+        copy = self._like(flat, flat.shape[0])
+        self.backend.copy(copy, flat)
+        return copy
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Returns (ranks, *shape)."""
         send = self._flat(tensor)
-        receive = self._like(send, self.size * send.shape[0])
-        if self.size == 1:
-            self.backend.copy(receive, send)
-        self._run("all_gather", send, receive)
+        receive = self._receive("all_gather", send, self._like(send, self.size * send.shape[0]))
         return receive.reshape((self.size, *tensor.shape))
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Returns the rows that the ranks have for this rank, in rank order. Shape: (ranks, ...) to (ranks, ...)."""
         send = self._flat(tensor)
-        receive = self._like(send, send.shape[0])
-        if self.size == 1:
-            self.backend.copy(receive, send)
-        self._run("all_to_all", send, receive)
-        return receive.reshape(tuple(tensor.shape))
+        return self._receive("all_to_all", send, self._like(send, send.shape[0])).reshape(tuple(tensor.shape))
 
     def _sums_here(self, tensor: Tensor) -> bool:
         """Returns whether hpfunc computes the sums of this tensor itself. Raises for a dtype without addition."""
@@ -93,9 +100,7 @@ class Comm:
             self.backend.sum_parts(total, [parts[i] for i in range(self.size)])
             return total.reshape(rest)
         send = self._flat(tensor)
-        receive = self._like(send, send.shape[0] // self.size)
-        self._run("reduce_scatter", send, receive)
-        return receive.reshape(rest)
+        return self._receive("reduce_scatter", send, self._like(send, send.shape[0] // self.size)).reshape(rest)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over ranks, same shape."""
@@ -108,18 +113,14 @@ class Comm:
             self.backend.copy(padded[: flat.shape[0]], flat)
             total = self.all_gather(self.reduce_scatter(padded.reshape((self.size, part)))).reshape(-1)
             return total[: flat.shape[0]].reshape(tuple(tensor.shape))
-        total = self._like(flat, flat.shape[0])
-        self.backend.copy(total, flat)
-        self._run("all_reduce", total, total)
-        return total.reshape(tuple(tensor.shape))
+        total = self._flat_copy(tensor)
+        return self._receive("all_reduce", total, total).reshape(tuple(tensor.shape))
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Returns the tensor of the rank at place `source`."""
-        flat = self._flat(tensor)
-        total = self._like(flat, flat.shape[0])
-        self.backend.copy(total, flat)
-        if not self.backend.is_abstract(total) and self.size > 1:
-            self._await("broadcast", lambda: self.backend.broadcast(self.group(), total, source))
+        total = self._flat_copy(tensor)
+        if self._sends(total):
+            self.awaited("broadcast", lambda: self.backend.broadcast(self.group(), total, source))
         return total.reshape(tuple(tensor.shape))
 
     def permute(self, tensor: Tensor, pairs: tuple[tuple[int, int], ...]) -> Tensor:
@@ -135,8 +136,8 @@ class Comm:
         if source == self.index and target == self.index:
             self.backend.copy(receive, send)
             target = source = None
-        if not self.backend.is_abstract(send) and self.size > 1:
-            self._await("permute", lambda: self.backend.permute(self.group(), send, receive, target, source))
+        if self._sends(send):
+            self.awaited("permute", lambda: self.backend.permute(self.group(), send, receive, target, source))
         return receive.reshape(tuple(tensor.shape))
 
 
@@ -194,18 +195,10 @@ def finish_block(
     mesh = gather.layout.mesh
     channel = comm(mesh, axes, purpose)
     if channel.size > 1:
-        block = channel.all_reduce(_cast(channel.backend, block, reduce_dtype))
+        block = channel.all_reduce(channel.backend.cast(block, reduce_dtype))
     if divisor != 1 and not sums_overflow(reduce_dtype):
         channel.backend.divide(block, divisor)
-    return local_view(_cast(channel.backend, block, dtype), gather, mesh.coordinate)
-
-
-def _cast(backend: Backend, block: Tensor, dtype: str) -> Tensor:
-    if backend.dtype_name(block) == dtype:
-        return block
-    cast = backend.empty(tuple(block.shape), dtype, backend.device_of(block))
-    backend.copy(cast, block)
-    return cast
+    return local_view(channel.backend.cast(block, dtype), gather, mesh.coordinate)
 
 
 def reduce_whole(whole: Tensor, gather: Gather, reduce_axes: tuple[str, ...]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from .._errors import UsageError, message
 from .._values.array import describe, is_sharded
 from .._values.mesh import Mesh
+from .._values.reduction_axes import alike_axes
 from ..planning.program import COMPUTES
 from .caller_collectives import pinned
 from .context import current_session
@@ -58,7 +59,8 @@ def compared(
         groups = _differing(session, [(tensor, axes)])[0]
         if groups:
             leaves = [f"shape {tuple(tensor.shape)}, {session.backend.dtype_name(tensor)}: {_spell(groups)}"]
-            leaves += [f"last unit before it: {event}" for event in _last_event(session)]
+            events = [event for event in session.events if event.kind in COMPUTES]
+            leaves += [f"last unit before it: {session.program.describe(event)}" for event in events[-1:]]
             rule = f"{_RULES[what]} {axes}"
             raise UsageError(message(function, rule, leaves, mesh=mesh, hint=_HINTS[what]))
         return same(tensor)
@@ -78,8 +80,7 @@ def compare_gradients(session: Session, leaves: Sequence[Any], gradients: Sequen
         return
     mesh = session.mesh
     named = [(session.name_of(x), g) for x, g in zip(leaves, gradients, strict=True) if is_sharded(g)]
-    free = [mesh.sort(set(mesh.axis_names) - set(mesh.data_axes) - set(a.spec.axes)) for _, a in named]
-    items = [(n, a, axes) for (n, a), axes in zip(named, free, strict=True) if mesh.axis_size(axes) > 1]
+    items = [(n, a, axes) for n, a in named if mesh.axis_size(axes := alike_axes(a.layout)) > 1]
     if not items:
         return
     session.pin(f"compare {len(items)} gradients along axes without data")
@@ -101,8 +102,3 @@ def _differing(session: Session, items: Sequence[tuple[Tensor, Axes]]) -> list[G
 
 def _spell(groups: Groups) -> str:
     return "ranks " + ", ".join(map(str, groups))
-
-
-def _last_event(session: Session) -> list[str]:
-    events = [event for event in session.events if event.kind in COMPUTES]
-    return [session.program.describe(event) for event in events[-1:]]

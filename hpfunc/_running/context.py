@@ -6,9 +6,9 @@ All context variables of hpfunc are here. A hook of autograd sees the context of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from .._errors import MeshError, message
 from .._values.mesh import Mesh
@@ -16,6 +16,7 @@ from .differentiation import Run
 from .session import Session
 from .timeline import Timeline
 
+T = TypeVar("T")
 _mesh: ContextVar[Mesh | None] = ContextVar("hpfunc_mesh", default=None)
 _session: ContextVar[Session | None] = ContextVar("hpfunc_session", default=None)
 _run: ContextVar[Run | None] = ContextVar("hpfunc_run", default=None)
@@ -28,6 +29,16 @@ module_unit: ContextVar[str | None] = ContextVar("hpfunc_module_unit", default=N
 """The path of that one of its units which computes."""
 
 
+@contextmanager
+def holding(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    """Sets a context variable for the body of a ``with`` statement."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 def current_session() -> Session | None:
     """Returns the session of the enclosing `sharded` step or `accumulate`, if there is one."""
     return _session.get()
@@ -36,12 +47,8 @@ def current_session() -> Session | None:
 @contextmanager
 def stepping(session: Session) -> Iterator[None]:
     """Makes `session` the session of the enclosing step, and its mesh the mesh in use."""
-    tokens = _session.set(session), _mesh.set(session.mesh)
-    try:
+    with holding(_session, session), holding(_mesh, session.mesh):
         yield
-    finally:
-        _session.reset(tokens[0])
-        _mesh.reset(tokens[1])
 
 
 def current_run() -> Run | None:
@@ -49,29 +56,19 @@ def current_run() -> Run | None:
     return _run.get()
 
 
-@contextmanager
-def differentiating(run: Run) -> Iterator[None]:
+def differentiating(run: Run) -> AbstractContextManager[Any]:
     """Makes `run` the enclosing differentiation."""
-    token = _run.set(run)
-    try:
-        yield
-    finally:
-        _run.reset(token)
+    return holding(_run, run)
 
 
-@contextmanager
-def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+def use_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:
     """Makes `mesh` the default of `psum` and the other collectives, for the body of a ``with`` statement.
 
     >>> with use_mesh(hpfunc.make_mesh((1,), ("shard",))) as mesh:
     ...     current_mesh("example").axis_names
     ('shard',)
     """
-    token = _mesh.set(mesh)
-    try:
-        yield mesh
-    finally:
-        _mesh.reset(token)
+    return holding(_mesh, mesh)
 
 
 def mesh_in_use() -> Mesh | None:
@@ -101,8 +98,7 @@ def current_timeline() -> Timeline | None:
     return _timeline.get()
 
 
-@contextmanager
-def record_timeline() -> Iterator[Timeline]:
+def record_timeline() -> AbstractContextManager[Timeline]:
     """Records the planned steps in the body of a ``with`` statement.
 
     Only steps that follow a plan leave spans. The first call of a `sharded` step only records it and leaves none.
@@ -112,9 +108,4 @@ def record_timeline() -> Iterator[Timeline]:
     >>> timeline.spans
     []
     """
-    timeline = Timeline()
-    token = _timeline.set(timeline)
-    try:
-        yield timeline
-    finally:
-        _timeline.reset(token)
+    return holding(_timeline, Timeline())

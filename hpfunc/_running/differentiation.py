@@ -4,58 +4,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import UsageError, message
 from .._values.array import Owner, ShardedArray, describe, is_sharded
 from .._values.numerics import Numerics, has_sums
+from .._values.reduction_axes import divisor, reduce_axes
 from ..backends import uncompiled
 from ..planning.program import Carry, Event
 from .channel import comm
 from .session import Session
-from .use import Use
+from .use import Backwards, Use
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
 
 
-@dataclass(slots=True)
-class Backwards:
-    """The backwards that make one gradient: a single one, or those of `accumulate`. See Note [Carried gradients].
-
-    Attributes:
-        count: number of backwards.
-        carry: what all but the last backward carry to the next.
-        left: number of backwards that remain, including the present one.
-        first_run: number of the first run.
-        direct: sums of the gradients of local parts and plain tensors, by place among the differentiated leaves.
-    """
-
-    count: int = 1
-    carry: Carry = ""
-    left: int = 1
-    first_run: int | None = None
-    direct: dict[int, Tensor] = field(default_factory=dict)
-
-
 class Run:
-    """One differentiation. The tracked handles that its function receives, and its VJP nodes, refer to it.
+    """One differentiation: see `Differentiating`. Its tracked handles (see `Tracker`) and VJP nodes refer to it.
 
     Attributes:
-        state: ``"forward"``, ``"backward"`` or ``"done"``.
         is_reached: whether autograd has reached a weight.
-        carry: what its backward carries to the next.
-        uses_left: for each weight, the number of uses whose backward has not run yet.
-        weights: program weights by the owner of an array: key () is the whole array, (i,) its row i.
     """
 
     def __init__(self, session: Session, numerics: Numerics, backwards: Backwards) -> None:
         self.session, self.numerics, self.backwards = session, numerics, backwards
-        self.num_backwards = backwards.count
-        self.number = session.new_run()
         if backwards.first_run is None:
-            backwards.first_run = self.number
+            backwards.first_run = next(session.run_numbers)
         self.carry: Carry = backwards.carry if backwards.left > 1 else ""
         self.tape = session.backend.tape(session.mesh.device)
         self.state = "forward"
@@ -67,11 +42,6 @@ class Run:
         self._aliases: dict[Owner, tuple[int, Tensor]] = {}
         self._reduced: dict[int, Tensor] = {}
 
-    @property
-    def mean_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are averaged."""
-        return self.session.mesh.data_axes if self.numerics.reduce_op == "mean" else ()
-
     def track(self, leaf: Any, place: int) -> Any:
         """Returns the leaf that the differentiated function gets."""
         if not is_sharded(leaf):
@@ -81,16 +51,14 @@ class Run:
         return handle
 
     def key(self, array: ShardedArray, rows: tuple[int, ...], origin: int | None) -> object:
-        """Returns the key under which an array or a row is one weight of the program."""
         place = self._places.get(array._owner) if array._tracker is self else None
         source: object = origin
         if origin is None:
             source = array._owner if place is None else ("made", self.backwards.first_run)
-        return source, rows, place, self.numerics, self.num_backwards
+        return source, rows, place, self.numerics, self.backwards.count
 
     @uncompiled
     def local(self, array: ShardedArray) -> Tensor:
-        """See `Tracker`."""
         if self.state == "done":
             return array._value
         key = array._owner
@@ -108,7 +76,6 @@ class Run:
             held.clear()
 
     def check_alive(self) -> None:
-        """Raises UsageError if the run's graph is used outside of its backward."""
         if self.state == "forward":
             rule = "weights are differentiated inside of the function that value_and_grad differentiates"
             hint = (
@@ -120,14 +87,12 @@ class Run:
             raise UsageError(message(_NAME, "the graph of an ended call is differentiated", hint=hint))
 
     def expect(self, use: Use) -> None:
-        """Registers a use that will have a backward."""
         if use.scope is not None:
             self._repeatable[use.unit].append(use)
         for weight in use.trained:
             self.uses_left[weight] += 1
 
     def settle(self, use: Use, gradients: Sequence[Tensor | None]) -> None:
-        """Registers that the backward of a use has run."""
         self.is_reached = self.is_reached or any(gradient is not None for gradient in gradients)
         if use.scope is not None:
             self._repeatable[use.unit].remove(use)
@@ -228,13 +193,13 @@ class Run:
         return total
 
     def _reduce_direct(self, array: ShardedArray, total: Tensor) -> Tensor:
-        mesh, axes, numerics = array.mesh, array.layout.reduce_axes, self.numerics
+        mesh, axes, numerics = array.mesh, reduce_axes(array.layout), self.numerics
         if numerics.reduce_dtype and not has_sums(self.session.backend.dtype_name(total)):
             total = self.session.backend.cast(total, numerics.reduce_dtype)
         if mesh.axis_size(axes) > 1:
             total = comm(mesh, axes, "all_reduce").all_reduce(total)
         if numerics.reduce_op == "mean":
-            total = total / (mesh.axis_size(mesh.data_axes) * self.backwards.count)
+            total = total / divisor(mesh, numerics, self.backwards.count)
         return self.session.backend.cast(self.session.backend.detach(total), self.accum_dtype(array))
 
 

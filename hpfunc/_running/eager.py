@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .._values.mesh import Mesh
 from ..planning.program import Program
 from .channel import finish_block, gather_whole, scatter_whole
+from .context import current_session
 from .session import Session
 from .use import Unreduced, Use
 
@@ -14,7 +17,7 @@ Tensor = Any
 
 
 class Eager:
-    """The reference driver. A step that leaves its plan also continues with it.
+    """The reference `Driver`. A step that leaves its plan also continues with it.
 
     Args:
         session: the step.
@@ -50,26 +53,21 @@ class Eager:
         return gather_whole(local, session.gathers[weight], "gather", record.dtype)
 
     def before_forward(self, use: Use) -> list[Tensor]:
-        """See `Driver`."""
         return self._gather_all(use, use.index)
 
     def after_forward(self, use: Use) -> None:
-        """See `Driver`."""
         wholes = self._wholes.pop(use, None)
         if wholes is not None and self.session.events[use.index].kind == "recompute":
             self._recomputed[use.unit] = wholes
 
     def before_backward(self, use: Use) -> None:
-        """See `Driver`."""
         self._gather_all(use, use.backward_index)
 
     def whole(self, use: Use, index: int) -> Tensor:
-        """See `Driver`."""
         found = self._wholes.get(use)
         return found[index] if found is not None else self._gather(use.weights[index])
 
     def after_backward(self, use: Use, gradients: Sequence[Tensor]) -> None:
-        """See `Driver`."""
         session, run, wholes = self.session, use.run, self._left.wholes
         self._wholes.pop(use, None)
         for weight, gradient in zip(use.trained, gradients, strict=True):
@@ -98,11 +96,10 @@ class Eager:
         self._left.finished[weight] = finished
 
     def pin(self, index: int) -> None:
-        """See `Driver`."""
         self._agree(index)
 
     def end_backward(self, index: int) -> dict[int, Tensor]:
-        """See `Driver`. Finishes gradients of weights that the last of several backwards has not used."""
+        """Also finishes gradients of weights that the last of several backwards has not used."""
         session, left = self.session, self._left
         self._agree(index)
         if self._review is not None:
@@ -118,12 +115,16 @@ class Eager:
         return finished
 
     def end_step(self, index: int) -> None:
-        """See `Driver`."""
         self._agree(index)
 
     def leave(self) -> Unreduced:
-        """See `Driver`. Nothing is ever in flight."""
-        return self._left
+        return self._left  # nothing is ever in flight
+
+
+def session_on(mesh: Mesh, known: Session | None = None) -> AbstractContextManager[Session]:
+    """Returns a context with the session that is known, else that of the enclosing step, else one for its body."""
+    found = known or current_session()
+    return nullcontext(found) if found else Session(mesh, Eager).running()
 
 
 def _facts(session: Session, index: int) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 from .._errors import PolicyError, UsageError, message
@@ -100,15 +99,15 @@ def probe(mesh: Mesh, axes: AxisNames) -> Link:
 def _link(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     if mesh.axis_size(axes) == 1:
         return _ALONE
-    ranks = control(mesh)
+    ranks, standing = control(mesh), control(mesh).standing
     generation, link = _links.get((mesh, axes), (-1, _ALONE))
-    if generation != ranks.generation or ranks.is_broken:
+    if generation != standing.generation or standing.is_broken:
         ranks.agree(_NAME, lambda: f"axes {', '.join(axes)}")
         measured = _measure(comm(mesh, axes, "gather"))
         numbers = max(1, round(measured.latency_s * 1e9)), max(1, round(measured.bytes_per_s))
         latencies, rates = zip(*ranks.exchange("measurement of a link", numbers), strict=True)
-        link = Link(_middle(latencies) / 1e9, float(_middle(rates)))
-        _links[mesh, axes] = ranks.generation, link
+        link = Link(median_high(latencies) / 1e9, float(median_high(rates)))
+        _links[mesh, axes] = standing.generation, link
     return link
 
 
@@ -131,10 +130,6 @@ def settle(policy: Policy, mesh: Mesh, program: Program, *, measures: bool) -> P
     return replace(policy, pack_below_bytes=number)
 
 
-def _middle(numbers: Sequence[int]) -> int:
-    return sorted(numbers)[len(numbers) // 2]
-
-
 def _measure(channel: Comm) -> Link:
     small_s = _median_s(channel, _SMALL_BYTES, _NUM_SMALL)
     large_s = _median_s(channel, _LARGE_BYTES, _NUM_LARGE)
@@ -152,16 +147,8 @@ def _median_s(channel: Comm, whole_bytes: int, count: int) -> float:
 
 
 def _gather_s(channel: Comm, send: Any, receive: Any) -> float:
-    backend, mesh = channel.backend, channel.mesh
-    streams, poll = backend.streams(mesh.device), control(mesh).poll
     start = time.perf_counter()
-    pending = streams.issue(
-        f"probe {channel.label}",
-        "compute",
-        (),
-        lambda: backend.launch("all_gather", channel.group(), [send], [receive]),
-        poll,
-    )
-    streams.wait(pending, poll)  # blocks on a host
-    pending.when_done(lambda: None)  # blocks on a device, where `wait` is only an edge between streams
+    # `awaited` blocks on a host. On a device it is only an edge between streams, and `when_done` blocks.
+    pending = channel.awaited("probe", lambda: channel.backend.launch("all_gather", channel.group(), [send], [receive]))
+    pending.when_done(lambda: None)
     return time.perf_counter() - start

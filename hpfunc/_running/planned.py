@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from ..planning.leaving import to_finish
 from ..planning.ops import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region
 from ..planning.schedule import Schedule
 from .blocks import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
+from .channel import comm
 from .context import current_timeline
 from .session import Session
 from .timeline import Timeline
@@ -67,27 +69,12 @@ class Prepared:
 
 
 def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
-    match op:
-        case Compute():
-            return None
-        case Caller():
-            return _nothing
-        case Local():
-            return getattr(Planned, f"_{op.kind}")
-        case Launch():
-            return Planned._launch
-        case Free():
-            return Planned._free
-        case Deliver():
-            return Planned._deliver
-
-
-def _nothing(planned: Planned, op: Op) -> None:
-    """Does nothing: the caller runs this op. Only its place in the compute stream matters."""
+    name = op.kind if isinstance(op, Local) else type(op).__name__.lower()
+    return None if isinstance(op, Compute) else getattr(Planned, f"_{name}")
 
 
 class Planned:
-    """Follows a schedule for one step.
+    """The `Driver` that follows a schedule for one step.
 
     Args:
         session: the step.
@@ -114,24 +101,19 @@ class Planned:
 
     # --- events -----------------------------------------------------------------------------------------------------
     def before_forward(self, use: Use) -> list[Tensor]:
-        """See `Driver`."""
         self._begin(use.index)
         return [self._whole(use, use.index, index) for index in range(len(use.weights))]
 
     def after_forward(self, use: Use) -> None:
-        """See `Driver`."""
         self._end(use.index)
 
     def before_backward(self, use: Use) -> None:
-        """See `Driver`."""
         self._begin(use.backward_index)
 
     def whole(self, use: Use, index: int) -> Tensor:
-        """See `Driver`."""
         return self._whole(use, use.index if use.backward_index < 0 else use.backward_index, index)
 
     def after_backward(self, use: Use, gradients: Sequence[Tensor]) -> None:
-        """See `Driver`."""
         compute = self.prepared.ops[self.prepared.compute[use.backward_index]]
         assert isinstance(compute, Compute)
         for region, gradient in zip(compute.writes, gradients, strict=True):
@@ -142,13 +124,11 @@ class Planned:
         """See `Driver`."""
 
     def end_backward(self, index: int) -> dict[int, Tensor]:
-        """See `Driver`."""
         self._run(index, "before")
         delivered, self.delivered = self.delivered, {}
         return delivered
 
     def end_step(self, index: int) -> None:
-        """See `Driver`."""
         self._run(index, "before")
         self.buffers = []  # delivered tensors belong to the caller now
 
@@ -252,6 +232,9 @@ class Planned:
             return self.backend.contiguous(self.backend.detach(tensor)).reshape(-1)
         return tensor if region.stop - region.start == buffer.numel else tensor[region.start : region.stop]
 
+    def _caller(self, op: Caller) -> None:
+        """Does nothing: the caller runs this op. Only its place in the compute stream matters."""
+
     def _free(self, op: Free) -> None:
         tensor, self.buffers[op.buffer] = self.buffers[op.buffer], None
         if self.poison and self.schedule.buffers[op.buffer].kind != "gradient":  # a gradient is only borrowed
@@ -272,29 +255,21 @@ class Planned:
 
     def _group(self, communicator: Communicator) -> Any:
         if communicator not in self.groups:
-            mesh, purpose = self.mesh, communicator.purpose
-            ranks = mesh.group(communicator.axes)
-            self.groups[communicator] = self.backend.group(ranks, purpose, mesh.device, mesh.timeout_s)
+            self.groups[communicator] = comm(self.mesh, communicator.axes, communicator.purpose).group()
         return self.groups[communicator]
 
     def _pack_shards(self, op: Local) -> None:
-        message, start = self._flat(op.writes[0]), 0
-        copies: list[Copy] = []
-        for weight, region in zip(op.weights, op.reads, strict=True):
-            block = message[start : start + self.schedule.program.weights[weight].block_numel]
-            copies.append(shard_copy(self.backend, block, self._shard(region), self._gather(weight)))
-            start += block.shape[0]
+        blocks = op.writes[0].split(self.schedule.program.weights[weight].block_numel for weight in op.weights)
+        pieces = zip(op.weights, op.reads, map(self._flat, blocks), strict=True)
+        copies = [shard_copy(self.backend, block, self._shard(r), self._gather(w)) for w, r, block in pieces]
         self.backend.copy_all(copies)
 
     def _parts(self, op: Local, message: Tensor) -> list[Tensor]:
         """Returns the columns of each weight in a message, which has one row for each rank."""
         records = [self.schedule.program.weights[weight] for weight in op.weights]
         rows = message.reshape((records[0].num_shards, sum(record.block_numel for record in records)))
-        parts, start = [], 0
-        for record in records:
-            parts.append(rows[:, start : start + record.block_numel])
-            start += record.block_numel
-        return parts
+        ends = itertools.accumulate((record.block_numel for record in records), initial=0)
+        return [rows[:, start:stop] for start, stop in itertools.pairwise(ends)]
 
     def _unpack_wholes(self, op: Local) -> None:
         parts = self._parts(op, self._flat(op.reads[0]))

@@ -3,16 +3,14 @@
 # Note [Whose random numbers]
 Frameworks seed every process separately, and a program need not seed anything. So `init_fn` draws from the generators
 of the first rank of the mesh: the framework's global ones (of the host and of the mesh's device), that of Python's
-`random`, and numpy's global one. Afterwards a generator that had the state of the first rank continues after the drawn
-numbers, as in a program of one process. A generator that had another state gets it back: ranks whose dropout masks
-differed before still have different ones. Generators that `init_fn` makes itself are not handled. If it seeds them by
-the rank, the comparison of values fails (`_transforms.shard.compare_values`).
+`random`, and numpy's global one. Afterwards a generator that had another state than the first rank's gets it back, so
+ranks whose dropout masks differed before still have different ones. Generators that `init_fn` makes itself are not
+handled: if it seeds them by the rank, the comparison of values fails (`_transforms.shard.compare_values`).
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import random
 import sys
@@ -21,7 +19,7 @@ from contextlib import contextmanager
 
 from .. import backends
 from .._values.mesh import Mesh
-from .agreement import control
+from .agreement import control, digest_of_text
 
 
 @contextmanager
@@ -35,7 +33,7 @@ def numbers_of_one_process(mesh: Mesh) -> Iterator[None]:
         yield
         return
     own = _read(mesh)
-    found = control(mesh).exchange("comparison of random generators", [_digest(text) for text in own])
+    found = control(mesh).exchange("comparison of random generators", [digest_of_text(text) for text in own])
     places = [place for place, column in enumerate(zip(*found, strict=True)) if len(set(column)) > 1]
     if not places:
         yield
@@ -50,10 +48,6 @@ def numbers_of_one_process(mesh: Mesh) -> Iterator[None]:
     finally:
         for place, _ in others:
             _write(mesh, place, own[place])
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _read(mesh: Mesh) -> list[str]:

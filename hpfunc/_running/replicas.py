@@ -74,8 +74,8 @@ def compare_replicas(
     if not several:
         return
     items = [(array._value, replica_axes(array)) for _, array in several]
-    every = zip(several, items, differing(mesh, items, f"{function}: digests of replicas"), strict=True)
-    bad = [(name, array, groups) for (name, array), _, groups in every if groups]
+    every = zip(several, differing(mesh, items, f"{function}: digests of replicas"), strict=True)
+    bad = [(name, array, groups) for (name, array), groups in every if groups]
     if not bad:
         return
     texts = _first_differences(function, mesh, [array for _, array, _ in bad], [groups for *_, groups in bad])
@@ -156,16 +156,13 @@ def compare_births(function: str, named: Named, mesh: Mesh) -> None:
     """
     if not named or mesh.size == 1:
         return
-    births = control(mesh).exchange(f"{function}: which arrays", [_number(array._born) for _, array in named])
+    # A birth as a number; -1 for an array without one.
+    mine = [-1 if array._born is None else hash(array._born) & (1 << 62) - 1 for _, array in named]
+    births = control(mesh).exchange(f"{function}: which arrays", mine)
     bad = [line for i, (name, array) in enumerate(named) if (line := _other(i, name, array, births, named, mesh))]
     if bad:
         hint = "pass the same arrays in the same order on every rank; a set, or files in a directory, may have another"
         raise AgreementError(message(function, "ranks pass different arrays in one place", bad, mesh=mesh, hint=hint))
-
-
-def _number(birth: tuple[int, ...] | None) -> int:
-    """Returns a birth as one number; -1 for None."""
-    return -1 if birth is None else hash(birth) & (1 << 62) - 1
 
 
 def _other(

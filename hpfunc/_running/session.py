@@ -5,7 +5,9 @@ There are two drivers: `eager.Eager`, the reference, and `planned.Planned`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -69,7 +71,7 @@ class Session:
         self._unit_index: dict[tuple[str, tuple[int, ...]], int] = {}
         self._unit_uses: list[int] = []
         self._name_uses: dict[str, int] = {}
-        self._num_runs = 0
+        self.run_numbers = itertools.count()
         if not is_abstract:
             self.control.begin_step()
 
@@ -93,15 +95,10 @@ class Session:
         return Use(self, run, arrays, unit)
 
     def _members(self, weights: Sequence[int]) -> Members:
-        members = Members([], [], [], [])
-        for w in weights:
-            record = self.weights[w]
-            members.trainable.append(record.trainable)
-            members.released.append(not record.shard_is_whole)
-            members.names.append(record.name)
-            if record.trainable:
-                members.trained.append(w)
-        return members
+        records = [self.weights[w] for w in weights]
+        trainable = [record.trainable for record in records]
+        released = [not record.shard_is_whole for record in records]
+        return Members(trainable, released, [r.name for r in records], list(itertools.compress(weights, trainable)))
 
     def _weight(self, array: ShardedArray, run: Differentiating | None, axes: tuple[str, ...]) -> int:
         # An array is the same weight in all of a step, and in all backwards that make one gradient.
@@ -122,15 +119,14 @@ class Session:
 
     def _record(self, array: ShardedArray, run: Differentiating | None, index: int) -> Weight:
         root, rows = array._root()
-        numerics, num_backwards = (Numerics(), 1) if run is None else (run.numerics, run.num_backwards)
+        numerics, num_backwards = (Numerics(), 1) if run is None else (run.numerics, run.backwards.count)
         shard_dtype = self.backend.dtype_name(array._value)
         if not self.backend.is_floating(shard_dtype):
             numerics = Numerics(reduce_op=numerics.reduce_op)
         name = self.name_of(array) or f"array {index} {describe(array)}"
+        known = {"name": name, "origin": self.origin_of(root), "rows": rows}
         trainable = run is not None and array._tracker is run
-        return weight_record(
-            self.gathers[index], shard_dtype, numerics, num_backwards, trainable, self.origin_of(root), rows, name
-        )
+        return weight_record(self.gathers[index], shard_dtype, numerics, num_backwards, trainable=trainable, **known)
 
     def name_of(self, array: ShardedArray) -> str:
         """Returns the path of an array, "" if it is unknown."""
@@ -143,11 +139,6 @@ class Session:
         """Returns which argument of this step an array is; None if it is not one, or is one of an earlier step."""
         origin = array._origin
         return origin[0] if origin is not None and origin[1] is self.step else None
-
-    def new_run(self) -> int:
-        """Returns the number of the next differentiation."""
-        self._num_runs += 1
-        return self._num_runs - 1
 
     def count_use(self, unit: int) -> int:
         """Returns the number of the next use of a unit."""
@@ -193,6 +184,18 @@ class Session:
         self.arrays.clear()
         self._weight_index.clear()
         del self.driver
+
+    @contextmanager
+    def running(self) -> Iterator[Session]:
+        """A context for the step: an error of the body fails the step on all ranks. Closes the session."""
+        try:
+            yield self
+        except BaseException as error:
+            self.abandon()
+            self.control.fail(error)
+            raise
+        finally:
+            self.close()
 
     def leave(self, index: int) -> None:
         """Continues without the plan: awaits and drops prefetched weights, and finishes reductions in flight."""

@@ -35,6 +35,25 @@ class Unreduced:
     finished: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Backwards:
+    """The backwards that make one gradient: a single one, or those of `accumulate`. See Note [Carried gradients].
+
+    Attributes:
+        count: number of backwards.
+        carry: what all but the last backward carry to the next.
+        left: number of backwards that remain, including the present one.
+        first_run: number of the first run in its step.
+        direct: sums of the gradients of local parts and plain tensors, by place among the differentiated leaves.
+    """
+
+    count: int = 1
+    carry: Carry = ""
+    left: int = 1
+    first_run: int | None = None
+    direct: dict[int, Tensor] = field(default_factory=dict)
+
+
 class Driver(Protocol):
     """Moves the data of a session."""
 
@@ -80,7 +99,7 @@ class Differentiating(Protocol):
 
     Attributes:
         state: ``"forward"``, ``"backward"`` or ``"done"``.
-        num_backwards: number of backwards that make one gradient.
+        backwards: those that make one gradient.
         carry: what its backward carries to the next of them.
         uses_left: for each weight, the number of uses whose backward has not run yet.
         weights: the weights of the program by array: key () is the whole array, (i,) its row i.
@@ -88,7 +107,7 @@ class Differentiating(Protocol):
 
     state: str
     numerics: Numerics
-    num_backwards: int
+    backwards: Backwards
     carry: Carry
     uses_left: dict[int, int]
     weights: dict[Owner, dict[tuple[int, ...], int]]
@@ -141,7 +160,7 @@ class Recorder(Protocol):
 
 
 class Use:
-    """One call of a unit, as the backend's VJP nodes and the driver see it."""
+    """One call of a unit, as the backend's VJP nodes (see `UnitUse`) and the driver see it."""
 
     __slots__ = (
         "arrays", "backward_index", "changed", "index", "inside", "names", "needs_backward", "num_recomputes",
@@ -180,34 +199,27 @@ class Use:
         return self.session.units[self.unit].name
 
     def inner(self) -> Use | None:
-        """See `UnitUse`."""
         return Use(self.session, self.run, self.arrays, self.unit) if self.run.state == "forward" else None
 
     def dismiss(self) -> None:
-        """See `UnitUse`."""
         self.run.settle(self, ())
 
     def whole(self, index: int) -> Tensor:
-        """See `UnitUse`."""
         return self.session.driver.whole(self, index)
 
     def before_recompute(self) -> list[Tensor]:
-        """See `UnitUse`."""
         self.index = self.session.emit(_event("recompute", self.unit, self.number), self)
         return self.session.driver.before_forward(self)
 
     def after_recompute(self) -> None:
-        """See `UnitUse`."""
         self.session.driver.after_forward(self)
 
     def before_backward(self) -> None:
-        """See `UnitUse`."""
         self.run.check_alive()
         self.backward_index = self.session.emit(_event("backward", self.unit, self.number), self)
         self.session.driver.before_backward(self)
 
     def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """See `UnitUse`."""
         self.run.check_alive()
         self.run.settle(self, gradients)
         wanted = zip(self.trained, itertools.compress(gradients, self.trainable), strict=True)

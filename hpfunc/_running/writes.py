@@ -24,12 +24,6 @@ HINT = (
 )
 
 
-def _owner(array: ShardedArray) -> Owner:
-    while array._row is not None:
-        array = array._row[0]
-    return array._owner
-
-
 def watch(array: ShardedArray) -> ShardedArray:
     """Begins to watch a new array for writes, and returns it."""
     _begin(array._owner, backends.get(array.layout.mesh.framework))
@@ -43,13 +37,13 @@ def _begin(owner: Owner, backend: Backend) -> None:
 
 def renewed(array: ShardedArray) -> ShardedArray:
     """Returns a new array in the memory of this one, watched unless this one is shared by contract."""
-    made, is_shared = array.with_local(array._value), _owner(array).writes == UNWATCHED
+    made, is_shared = array.with_local(array._value), array._root()[0]._owner.writes == UNWATCHED
     return share(made) if is_shared else watch(made)
 
 
 def share(array: ShardedArray) -> ShardedArray:
     """Returns the array and stops watching it: others may write to its memory."""
-    _owner(array).writes = UNWATCHED
+    array._root()[0]._owner.writes = UNWATCHED
     return array
 
 
@@ -67,7 +61,7 @@ def refuse_written(function: str, arrays: Iterable[ShardedArray], names: Callabl
 
 
 def _is_written(array: ShardedArray, backend: Backend) -> bool:
-    owner = array._owner if array._row is None else _owner(array)
+    owner = array._root()[0]._owner
     if owner.writes == UNWATCHED or owner.local is None:
         return False
     if owner.writes is None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from .. import backends
 from .._errors import LeafError, PolicyError, UsageError, message
-from .._running.context import current_session, stepping
-from .._running.differentiation import Backwards
-from .._running.eager import Eager
-from .._running.session import Session
+from .._running.context import stepping
+from .._running.eager import session_on
+from .._running.use import Backwards
 from .._values.array import describe, is_sharded
 from .._values.mesh import Mesh
 from .._values.tree import flatten, paths, unflatten
@@ -91,7 +89,7 @@ def _accumulate(
     grad_fn: GradFunction, num_microbatches: int, mode: Mode, chosen: list[int], dim: int, args: Any, kwargs: Any
 ) -> Any:
     mesh = grad_fn.mesh_of(args)
-    with _one_session(mesh):
+    with session_on(mesh) as session, stepping(session):  # one for all micro-batches
         batch = {n: args[n] for n in chosen} | kwargs
         batches = list(_cut(batch, num_microbatches, dim, mesh))
         backwards = Backwards(num_microbatches, _CARRY[mode])
@@ -105,23 +103,6 @@ def _accumulate(
         if grad_fn.numerics.reduce_op == "mean":
             loss = loss / num_microbatches
         return grad_fn.result(loss, auxs, gradients)
-
-
-@contextmanager
-def _one_session(mesh: Mesh) -> Iterator[None]:
-    """A context in which all micro-batches use one session: that of the step, or a new one for this call."""
-    if current_session() is not None:
-        yield
-        return
-    session = Session(mesh, Eager)
-    try:
-        with stepping(session):
-            yield
-    except BaseException as error:
-        session.control.fail(error)
-        raise
-    finally:
-        session.close()
 
 
 def _cut(batch: dict[Any, Any], count: int, dim: int, mesh: Mesh) -> Iterator[dict[Any, Any]]:

@@ -59,23 +59,18 @@ class Arguments:
     ) -> Known:
         """Returns what is known about such arguments. New ones are first checked with all ranks."""
         signature = treedef, tuple((x.layout, x._held_dtype, x.is_frozen) if is_sharded(x) else None for x in leaves)
-        found = self._known.get(signature)
-        if found is None:
-            found = self._admit(session, args, kwargs, leaves)
-            if not session.is_abstract:
-                self._known[signature] = found
-        return found
-
-    def _admit(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Known:
-        """Checks arguments with new shapes or specs, together with all ranks."""
+        if (found := self._known.get(signature)) is not None:
+            return found
         names = self._names(args, kwargs)
-        described = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
         if session.is_abstract:
             return self._check(args, names, leaves)
         if self._known:
             session.control.leave("it was called with arguments of other shapes, specs or structure than before")
+        described = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if is_sharded(x)]
         with agreeing(self.mesh, _NAME, lambda: "\n".join(described)):
-            return self._check(args, names, leaves)
+            found = self._check(args, names, leaves)
+        self._known[signature] = found
+        return found
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         known = _positional_names(self._fn)

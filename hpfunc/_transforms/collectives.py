@@ -22,6 +22,7 @@ from .._running.context import current_mesh, current_run
 from .._values.array import describe
 from .._values.mesh import AxisNames, Mesh
 from .._values.numerics import check_sums, dtype_name
+from .._values.reduction_axes import mean_axes
 from .._values.tree import paths
 from ..backends import uncompiled
 from ..backends.protocol import Backend
@@ -63,7 +64,7 @@ def _apply(
 
 def _refuse_in_mean(function: str, channel: Comm, tensor: Tensor) -> None:
     run = current_run()
-    axes = [] if run is None else [axis for axis in channel.axes if axis in run.mean_axes]
+    axes = [] if run is None else [axis for axis in channel.axes if axis in mean_axes(run.session.mesh, run.numerics)]
     if axes and channel.backend.is_transformed([tensor]):
         rule = f"a differentiated function reduces over the data axis {axes[0]!r}, over which its gradient is a mean"
         hint = "return each rank's own loss, and reduce it after value_and_grad; or use Numerics(reduce_op='sum')"
@@ -79,7 +80,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
 
     Args:
         x: pytree of tensors, of the same shapes on these ranks.
-        axis_name: one axis, or several.
+        axis_name: one axis, or several, major first.
         mesh: default: the mesh in use.
 
     Raises:
@@ -186,19 +187,26 @@ def _move(tensor: Tensor, source: int, target: int) -> Tensor:
     return tensor.permute(tuple(order))
 
 
+def _parts(tensor: Tensor, dim: int, count: int, tiled: bool) -> Tensor:
+    """Returns the parts along a dim as rows; the dim goes with them, or with `tiled` becomes `count` times smaller."""
+    if tiled:
+        shape = tuple(tensor.shape)
+        tensor = tensor.reshape((*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]))
+    return _move(tensor, dim, 0)
+
+
+def _joined(rows: Tensor, dim: int, tiled: bool) -> Tensor:
+    """Returns rows stacked along a new dim, or with `tiled` joined along a dim: undoes `_parts`."""
+    stacked, shape = _move(rows, 0, dim), tuple(rows.shape[1:])
+    return stacked.reshape((*shape[:dim], len(rows) * shape[dim], *shape[dim + 1 :])) if tiled else stacked
+
+
 def _gather_maps(channel: Comm, dim: int, tiled: bool) -> tuple[Map, Map]:
     def gather(t: Tensor) -> Tensor:
-        out = _move(channel.all_gather(t), 0, dim)  # (..., ranks, rows, ...) at `dim`
-        if not tiled:
-            return out
-        shape = tuple(out.shape)
-        return out.reshape((*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
+        return _joined(channel.all_gather(t), dim, tiled)
 
     def scatter(t: Tensor) -> Tensor:
-        if tiled:
-            shape = tuple(t.shape)
-            t = t.reshape((*shape[:dim], channel.size, shape[dim] // channel.size, *shape[dim + 1 :]))
-        return channel.reduce_scatter(_move(t, dim, 0))
+        return channel.reduce_scatter(_parts(t, dim, channel.size, tiled))
 
     return _pinned("all_gather", channel, gather), _pinned("psum_scatter", channel, scatter)
 
@@ -296,14 +304,7 @@ def all_to_all(
 
     def exchange(channel: Comm, split: int, concat: int) -> Map:
         def run(t: Tensor) -> Tensor:
-            if tiled:
-                shape = tuple(t.shape)
-                t = t.reshape((*shape[:split], channel.size, shape[split] // channel.size, *shape[split + 1 :]))
-            parts = _move(channel.all_to_all(_move(t, split, 0)), 0, concat)
-            if not tiled:
-                return parts
-            shape = tuple(parts.shape)
-            return parts.reshape((*shape[:concat], shape[concat] * shape[concat + 1], *shape[concat + 2 :]))
+            return _joined(channel.all_to_all(_parts(t, split, channel.size, tiled)), concat, tiled)
 
         return _pinned("all_to_all", channel, run)
 

@@ -81,15 +81,7 @@ def freeze(tree: Any, where: Where | None = None) -> Any:
 def unfreeze(tree: Any, where: Where | None = None) -> Any:
     """Returns the tree with selected arrays marked as not frozen, in the same memory. The inverse of `freeze`.
 
-    An optimizer has state only for the arrays that train: call its `init` again.
-
-    Args:
-        tree: pytree of `ShardedArray`.
-        where: which arrays, as for `partition`; None: all.
-
-    Raises:
-        LeafError: a leaf is not a `ShardedArray`.
-        SpecError, UsageError: as `partition`.
+    An optimizer has state only for the arrays that train: call its `init` again. Args and errors: as `freeze`.
 
     Communication: none.
 

@@ -13,9 +13,10 @@ import optree
 from .._errors import LeafError, UsageError, message
 from .._running.comparisons import compare_gradients
 from .._running.context import current_mesh, current_run, current_session, differentiating, use_mesh
-from .._running.differentiation import Backwards, Run
-from .._running.eager import Eager
+from .._running.differentiation import Run
+from .._running.eager import session_on
 from .._running.session import Session
+from .._running.use import Backwards
 from .._running.writes import refuse_written
 from .._values.array import check_gatherable, check_one_mesh, describe, is_sharded
 from .._values.mesh import Mesh
@@ -93,23 +94,6 @@ def grad(
     return GradFunction(fun, argnums, has_aux, numerics or Numerics(), with_value=False)
 
 
-def _mesh_of(function: str, picked: Any, leaves: Sequence[Any]) -> Mesh:
-    arrays = [leaf for leaf in leaves if is_sharded(leaf)]
-    session = current_session()
-    if not arrays:
-        mesh = current_mesh(function) if session is None else session.mesh
-    else:
-        mesh = arrays[0].mesh if session is None else session.mesh
-
-        def names() -> list[str]:
-            every = paths(picked, "args", is_sharded)
-            return [name for name, leaf in zip(every, leaves, strict=True) if is_sharded(leaf)]
-
-        check_one_mesh(function, arrays, mesh, names)
-    mesh.check_data_axes(function)
-    return mesh
-
-
 @dataclass(frozen=True, slots=True)
 class _Picked:
     """The differentiated arguments, flattened.
@@ -144,12 +128,12 @@ class _Picked:
         return unflatten(self.treedef, filled)
 
 
-def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Numerics) -> None:
+def _check_leaves(picked: _Picked, session: Session, numerics: Numerics) -> None:
     backend, every = session.backend, paths(picked.tree, "args", is_sharded)
     if picked.leaves and not picked.places:
         frozen = [f"{name}: {describe(leaf)}" for name, leaf in zip(every, picked.leaves, strict=True)]
         hint = "hpfunc.unfreeze(tree, where) makes arrays trainable; evaluate without value_and_grad"
-        raise UsageError(message(function, "all that is to be differentiated is frozen", frozen, hint=hint))
+        raise UsageError(message(_NAME, "all that is to be differentiated is frozen", frozen, hint=hint))
     names, leaves = picked.trained(every), picked.trained(picked.leaves)
     bad, kinds = [], []
     for name, leaf in zip(names, leaves, strict=True):
@@ -160,21 +144,17 @@ def _check_leaves(function: str, picked: _Picked, session: Session, numerics: Nu
     if bad:
         hint = "split them off with hpfunc.partition(tree, hpfunc.is_floating), and pass them in another argument"
         if any("complex" in leaf for leaf in bad):
-            hint += (
-                "; complex weights train as real ones: keep torch.view_as_real(w), and use torch.view_as_complex of it"
-            )
-            hint += " inside of the unit"
-        raise LeafError(message(function, "only floating tensors can be differentiated", bad, hint=hint))
-    _check_reduced(function, names, leaves, kinds, numerics)
+            hint += "; complex weights train as real ones: keep torch.view_as_real(w), and use torch.view_as_complex "
+            hint += "of it inside of the unit"
+        raise LeafError(message(_NAME, "only floating tensors can be differentiated", bad, hint=hint))
+    _check_reduced(names, leaves, kinds, numerics)
     arrays = {n: leaf for n, leaf in zip(names, leaves, strict=True) if is_sharded(leaf)}
-    check_gatherable(function, list(arrays.items()))
+    check_gatherable(_NAME, list(arrays.items()))
     made = {n: leaf for n, leaf in arrays.items() if session.origin_of(leaf) is None}  # a step checks its arguments
-    refuse_written(function, made.values(), lambda: list(made))
+    refuse_written(_NAME, made.values(), lambda: list(made))
 
 
-def _check_reduced(
-    function: str, names: Sequence[str], leaves: Sequence[Any], kinds: Sequence[str], numerics: Numerics
-) -> None:
+def _check_reduced(names: Sequence[str], leaves: Sequence[Any], kinds: Sequence[str], numerics: Numerics) -> None:
     """Raises LeafError naming every leaf whose gradient would be added up in a dtype without addition."""
     reduced, accumulated = numerics.reduce_dtype or numerics.param_dtype, numerics.accum_dtype
     without = {kind for kind in set(kinds) if not (has_sums(reduced or kind) and has_sums(accumulated or kind))}
@@ -185,7 +165,7 @@ def _check_reduced(
     ]
     if bad:
         hint = "give Numerics(reduce_dtype='float32', accum_dtype='float32')"
-        raise LeafError(message(function, "gradients cannot be added up in this dtype", bad, hint=hint))
+        raise LeafError(message(_NAME, "gradients cannot be added up in this dtype", bad, hint=hint))
 
 
 class GradFunction:
@@ -221,8 +201,18 @@ class GradFunction:
         if any(not 0 <= n < len(args) for n in self.argnums):
             rule = f"argnums={self._given}, but there are {len(args)} positional arguments"
             raise UsageError(message(_NAME, rule))
-        picked = tuple(args[n] for n in self.argnums)
-        return _mesh_of(_NAME, picked, flatten(picked, is_sharded)[0])
+        picked, session = tuple(args[n] for n in self.argnums), current_session()
+        leaves = flatten(picked, is_sharded)[0]
+        arrays = [leaf for leaf in leaves if is_sharded(leaf)]
+
+        def names() -> list[str]:
+            every = paths(picked, "args", is_sharded)
+            return [name for name, leaf in zip(every, leaves, strict=True) if is_sharded(leaf)]
+
+        mesh = session.mesh if session else arrays[0].mesh if arrays else current_mesh(_NAME)
+        check_one_mesh(_NAME, arrays, mesh, names)
+        mesh.check_data_axes(_NAME)
+        return mesh
 
     def run(
         self, args: Sequence[Any], kwargs: dict[str, Any], backwards: Backwards
@@ -234,23 +224,13 @@ class GradFunction:
             raise UsageError(message(_NAME, rule, hint=hint))
         mesh = self.mesh_of(args)
         picked = _Picked.of(tuple(args[n] for n in self.argnums))
-        owned = current_session()
-        session = owned or Session(mesh, Eager)
-        try:
-            _check_leaves(_NAME, picked, session, self.numerics)
+        with session_on(mesh) as session:
+            _check_leaves(picked, session, self.numerics)
             with session.backend.ordinary() as convert, closing(Run(session, self.numerics, backwards)) as run:
                 if convert is not None:
-                    args, kwargs = cast(
-                        Any, optree.tree_map(convert, cast(Any, (tuple(args), kwargs)), is_leaf=is_sharded)
-                    )
+                    every = cast(Any, (tuple(args), kwargs))
+                    args, kwargs = cast(Any, optree.tree_map(convert, every, is_leaf=is_sharded))
                 return self._differentiate(run, args, kwargs, picked)
-        except BaseException as error:
-            if owned is None:
-                session.control.fail(error)
-            raise
-        finally:
-            if owned is None:
-                session.close()
 
     def _differentiate(
         self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], picked: _Picked

@@ -20,7 +20,7 @@ from ..planning.planner import Traits, plan
 from ..planning.policy import Policy
 from ..planning.program import Program, Unit, dotted
 from ..planning.schedule import Schedule
-from ..planning.windows import check_policy, unmatched
+from ..planning.windows import Windows, unmatched
 
 _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64
@@ -28,8 +28,8 @@ KEPT_PLANS = 64
 # Note [Equal on all ranks]
 # The choice of a plan, and the set of kept plans, depend only on what earlier calls did. That is equal on all ranks:
 # they compared it, or followed a plan that they had compared. Only a rank that failed may have done one call less than
-# the others. All ranks know of a failure when the next step begins (`Control.generation`); then they drop all plans and
-# histories, and record the next call.
+# the others. All ranks know of a failure when the next step begins (`Standing.generation`); then they drop all plans
+# and histories, and record the next call.
 
 
 class Plans:
@@ -46,7 +46,7 @@ class Plans:
 
     def review(self, program: Program, *, measures: bool) -> None:
         """Raises PolicyError for a policy that does not fit the program, before the step can update anything."""
-        check_policy(program, settle(self.policy, self.mesh, program, measures=measures))
+        Windows(program, settle(self.policy, self.mesh, program, measures=measures)).check_budget()
         if self.kept:
             return  # a later program may lack a unit
         if patterns := unmatched(program, self.policy):
@@ -72,8 +72,8 @@ class Plans:
             histories: all histories; they are cleared after a failure.
             history: fingerprints of the programs that the step ran with such arguments.
         """
-        if self._generation != control.generation:
-            self._generation = control.generation
+        if self._generation != control.standing.generation:
+            self._generation = control.standing.generation
             self.kept.clear()
             for each in histories:
                 each.clear()

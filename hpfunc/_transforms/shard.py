@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from .. import backends
 from .._errors import AgreementError, LeafError, PeerError, SpecError, message
-from .._running.agreement import agreeing, control
+from .._running.agreement import agreeing, control, digest_of_text
 from .._running.channel import comm
 from .._running.random_numbers import numbers_of_one_process
 from .._running.writes import watch
@@ -182,8 +181,7 @@ def compare_values(function: str, rule: str, tree: Any, digests: Sequence[int], 
     """
     if mesh.size == 1 or not digests:
         return
-    label, text = f"comparison of values in {function}", repr(list(digests))
-    total = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    label, total = f"comparison of values in {function}", digest_of_text(repr(list(digests)))
     if len({number for (number,) in control(mesh).exchange(label, [total])}) == 1:
         return
     columns = zip(*control(mesh).exchange(label, digests), strict=True)

@@ -108,7 +108,7 @@ class ShardedStep:
             session.follow(prepared.schedule.program, Planned(session, prepared, arrays, poison=self._debug))
         new_args, new_kwargs = unflatten(treedef, filled)
         kept = {i: array for i, array in arrays.items() if not array.is_donated}
-        try:
+        with session.running():
             refuse_written(_NAME, arrays.values(), lambda: [known.names[i] for i in arrays])
             with stepping(session):
                 outputs = self._fn(*new_args, **new_kwargs)
@@ -117,12 +117,6 @@ class ShardedStep:
             self.followed_plan = session.plan is not None
             self.last_schedule = self._plans.learn(session, known.history, expected)
             outputs = self._arguments.finish(outputs, arrays)
-        except BaseException as error:
-            session.abandon()
-            session.control.fail(error)
-            raise
-        finally:
-            session.close()
         self.last_counters = self._backend.counters.since(counted)
         return outputs
 

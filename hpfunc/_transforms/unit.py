@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import optree
 
 from .. import backends
 from .._errors import LeafError, MeshError, UsageError, message
-from .._running.context import current_run, current_session, unit_label
+from .._running.context import current_run, current_session, holding, unit_label
 from .._running.differentiation import Run
-from .._running.eager import Eager
+from .._running.eager import session_on
 from .._running.session import Session
 from .._running.use import Use
 from .._values.array import ShardedArray, check_gatherable, check_one_mesh, describe, is_sharded
+from .._values.layout import Gather
 from .._values.mesh import AxisNames, as_axes
 from .._values.numerics import Numerics
 from .._values.tree import flatten, paths, unflatten
@@ -25,6 +27,8 @@ from .unshard import unshard_array
 Tensor = Any
 Names = Callable[[], list[str]]
 Axes = tuple[str, ...]
+How = tuple[bool, Inside | None]  # `remat` and `inside` of a `_Call`
+Body = Callable[..., Any]  # from whole weights and arguments to results
 _NAME = "hpfunc.unit"
 
 
@@ -83,13 +87,7 @@ def unit_around(
 
 @uncompiled
 def _use_unit(
-    fn: Callable[..., Any],
-    label: str,
-    how: tuple[bool, Inside | None],
-    given: Axes | None,
-    params: Any,
-    args: Any,
-    kwargs: Any,
+    fn: Callable[..., Any], label: str, how: How, given: Axes | None, params: Any, args: Any, kwargs: Any
 ) -> Any:
     leaves, treedef = flatten(params, is_sharded)
     places = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
@@ -102,11 +100,8 @@ def _use_unit(
         filled = list(leaves)
         for i, whole in zip(places, wholes, strict=True):
             filled[i] = whole
-        token = unit_label.set(label)
-        try:
+        with holding(unit_label, label):
             return fn(unflatten(treedef, filled), *args, **kwargs)
-        finally:
-            unit_label.reset(token)
 
     def names() -> list[str]:
         every = paths(params, "params", is_sharded)
@@ -116,7 +111,7 @@ def _use_unit(
     check_one_mesh(_NAME, arrays, mesh, names)
     mesh.check_data_axes(_NAME)
     over = mesh.data_axes if given is None else _check_axes(given, arrays, names)
-    return _call(label, body, arrays, over, names, how, args, kwargs)
+    return _Call(label, arrays, over, names, *how).run(body, args, kwargs)
 
 
 def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[ShardedArray], rest: Sequence[Any]) -> None:
@@ -129,11 +124,7 @@ def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[Shar
             raise LeafError(message(_NAME, f"the weights of {label!r} have plain tensors", bad, hint=hint))
     is_tensor = backends.get(arrays[0].layout.mesh.framework).is_tensor if arrays else lambda arg: False
     trees = [arg for arg in rest if not is_tensor(arg)]
-    others = (
-        [describe(x) for x in optree.tree_leaves(cast(Any, trees), is_leaf=is_sharded) if is_sharded(x)]
-        if trees
-        else []
-    )
+    others = [describe(x) for x in optree.tree_leaves(cast(Any, trees), is_leaf=is_sharded) if is_sharded(x)]
     if others:
         hint = "weights belong into the first argument"
         raise LeafError(message(_NAME, f"{label!r} gets sharded arrays beside its weights", others, hint=hint))
@@ -152,63 +143,104 @@ def _check_axes(axes: Axes, arrays: Sequence[ShardedArray], names: Names) -> Axe
     return axes
 
 
-def _call(
-    label: str,
-    body: Callable[..., Any],
-    arrays: Sequence[ShardedArray],
-    axes: Axes,
-    names: Names,
-    options: tuple[bool, Inside | None],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    remat, inside = options
-    # Only a run tracks arrays. An array that an ended run has left behind is a constant now.
-    tracking = [a._tracker for a in arrays if a._tracker is not None and a._tracker.state != "done"]
-    run = cast(Run, tracking[0]) if tracking else current_run()
-    backend = backends.get(arrays[0].mesh.framework)
-    if backend.is_transformed(() if run is not None else _inputs(backend, arrays, args, kwargs)):
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a unit.
+
+    Attributes:
+        axes: the axes over which its arrays are gathered.
+        names: returns the paths of the arrays.
+        inside: is notified of its backwards.
+    """
+
+    label: str
+    arrays: Sequence[ShardedArray]
+    axes: Axes
+    names: Names
+    remat: bool
+    inside: Inside | None
+
+    def run(self, body: Body, args: Any, kwargs: Any) -> Any:
+        """Calls `body` with whole weights."""
+        label, arrays = self.label, self.arrays
+        # Only a run tracks arrays. An array that an ended run has left behind is a constant now.
+        tracking = [a._tracker for a in arrays if a._tracker is not None and a._tracker.state != "done"]
+        run = cast(Run, tracking[0]) if tracking else current_run()
+        backend = backends.get(arrays[0].mesh.framework)
+        if backend.is_transformed(() if run is not None else _inputs(backend, arrays, args, kwargs)):
+            if run is not None:
+                hint = "let torch.func differentiate the function itself, without value_and_grad"
+                raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
+            if self.remat:
+                hint = "make the unit without remat for it; there its weights are kept from forward to backward"
+                rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
+                raise UsageError(message(_NAME, rule, hint=hint))
+            return body([unshard_array(_NAME, a, self.axes) for a in arrays], *args, **kwargs)  # the leaf form
+        if (outer := unit_label.get()) is not None:  # no plan can follow events inside of another unit's
+            hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
+            raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
         if run is not None:
-            hint = "let torch.func differentiate the function itself, without value_and_grad"
-            raise UsageError(message(_NAME, f"{label!r} runs under torch.func inside value_and_grad", hint=hint))
-        if remat:
-            hint = "make the unit without remat for it; there its weights are kept from forward to backward"
-            rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
-            raise UsageError(message(_NAME, rule, hint=hint))
-        return body([unshard_array(_NAME, a, axes) for a in arrays], *args, **kwargs)  # the leaf form
-    if (outer := unit_label.get()) is not None:  # no plan can follow events inside of another unit's
-        hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
-        raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
-    if run is not None:
-        body = _casting(body, run.numerics, backend)
-    if run is None or run.state == "done":
-        return _forward_only(label, body, arrays, axes, names, None, args, kwargs)
-    if run.state == "backward":
-        return _recompute(label, body, arrays, axes, run, options, args, kwargs)
-    if not run.tape.is_grad_enabled():
+            body = _casting(body, run.numerics, backend)
+        if run is None or run.state == "done":
+            return self._forward_only(body, None, args, kwargs)
+        if run.state == "backward":
+            return self._recompute(body, run, args, kwargs)
+        if not run.tape.is_grad_enabled():
+            run.tape.refuse_reentrant()
+            return self._forward_only(body, run, args, kwargs)
+        self._refuse_computed(backend)
+        use = self._use(run.session, run)
+        outputs = run.tape.use_unit(body, use, *args, **kwargs)
+        use.after_forward()
+        return outputs
+
+    def _refuse_computed(self, backend: Backend) -> None:
+        """Raises UsageError naming every array whose local part was computed from differentiated values."""
+        untracked = [array._value for array in self.arrays if array._tracker is None]
+        if not untracked or not backend.is_transformed(untracked):
+            return
+        rows = zip(self.names(), self.arrays, strict=True)
+        bad = [f"{n}: {describe(a)}" for n, a in rows if a._tracker is None and backend.is_transformed([a._value])]
+        rule = f"the weights of {self.label!r} are computed within the loss"
+        rule += ", whose gradient would not pass through the unit"
+        hint = (
+            "compute them inside of the unit, from the arrays that are differentiated; or before value_and_grad; or "
+            "detach what is to be a constant"
+        )
+        raise UsageError(message(_NAME, rule, bad, hint=hint))
+
+    def _use(self, session: Session, run: Run | None) -> Use:
+        mesh = self.arrays[0].mesh
+        if mesh is not session.mesh and mesh != session.mesh:  # they were captured, not passed
+            within = "step" if run is None else "differentiation"
+            hint = f"the arrays that a {within} uses lie on its mesh: shard them on that, and pass them as arguments"
+            names = [f"{self.label!r}, {describe(array)}" for array in self.arrays]
+            check_one_mesh(_NAME, self.arrays, session.mesh, lambda: names, hint)
+        use = session.use(self.label, self.arrays, run, self.axes)
+        use.remat, use.inside = self.remat, self.inside
+        gathers = [array.layout.gather(self.axes) for array in self.arrays]
+        if any(session.gathers[w] is not gather for w, gather in zip(use.weights, gathers, strict=True)):
+            _check_same_axes(session, use.weights, gathers)
+        return use
+
+    def _forward_only(self, body: Body, run: Run | None, args: Any, kwargs: Any) -> Any:
+        with session_on(self.arrays[0].mesh, run.session if run else None) as session:
+            if run is None and session is not current_session():  # the arguments of a step have names already
+                session.paths.update((array._owner, n) for n, array in zip(self.names(), self.arrays, strict=True))
+            named = [(session.paths.get(array._owner, self.label), array) for array in self.arrays]
+            check_gatherable(_NAME, named, self.axes)
+            use = self._use(session, run)
+            wholes = use.before_forward()
+            outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
+            use.after_forward()
+        return outputs
+
+    def _recompute(self, body: Body, run: Run, args: Any, kwargs: Any) -> Any:
+        # Activation checkpointing calls the unit again, before its backward begins.
         run.tape.refuse_reentrant()
-        return _forward_only(label, body, arrays, axes, names, run, args, kwargs)
-    _refuse_computed(label, arrays, names, backend)
-    use = _use(run.session, label, arrays, run, axes)
-    use.remat, use.inside = remat, inside
-    outputs = run.tape.use_unit(body, use, *args, **kwargs)
-    use.after_forward()
-    return outputs
-
-
-def _refuse_computed(label: str, arrays: Sequence[ShardedArray], names: Names, backend: Backend) -> None:
-    """Raises UsageError naming every array whose local part was computed from differentiated values."""
-    untracked = [array._value for array in arrays if array._tracker is None]
-    if not untracked or not backend.is_transformed(untracked):
-        return
-    rows = zip(names(), arrays, strict=True)
-    bad = [f"{n}: {describe(a)}" for n, a in rows if a._tracker is None and backend.is_transformed([a._value])]
-    rule = f"the weights of {label!r} are computed within the loss, whose gradient would not pass through the unit"
-    hint = (
-        "compute them inside of the unit, from the arrays that are differentiated; or before value_and_grad; or detach "
-        "what is to be a constant"
-    )
-    raise UsageError(message(_NAME, rule, bad, hint=hint))
+        use = self._use(run.session, run)
+        run.repeats(use)
+        return run.tape.recompute_unit(body, use, *args, **kwargs)
 
 
 def _inputs(backend: Backend, arrays: Sequence[ShardedArray], args: Any, kwargs: Any) -> list[Tensor]:
@@ -217,7 +249,7 @@ def _inputs(backend: Backend, arrays: Sequence[ShardedArray], args: Any, kwargs:
     return [array._value for array in arrays] + [leaf for leaf in leaves if backend.is_tensor(leaf)]
 
 
-def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> Callable[..., Any]:
+def _casting(body: Body, numerics: Numerics, backend: Backend) -> Body:
     """Returns `body` with the casts of inputs and outputs that `numerics` asks for."""
     if not numerics.cast_inputs and numerics.output_dtype is None:
         return body
@@ -237,20 +269,8 @@ def _casting(body: Callable[..., Any], numerics: Numerics, backend: Backend) -> 
     return call
 
 
-def _use(session: Session, label: str, arrays: Sequence[ShardedArray], run: Run | None, axes: Axes) -> Use:
-    if arrays[0].mesh is not session.mesh and arrays[0].mesh != session.mesh:  # they were captured, not passed
-        within = "step" if run is None else "differentiation"
-        hint = f"the arrays that a {within} uses lie on its mesh: shard them on that, and pass them as arguments"
-        check_one_mesh(_NAME, arrays, session.mesh, lambda: [f"{label!r}, {describe(a)}" for a in arrays], hint)
-    use = session.use(label, arrays, run, axes)
-    if any(session.gathers[w] is not a.layout.gather(axes) for w, a in zip(use.weights, arrays, strict=True)):
-        _check_same_axes(use, arrays, axes)
-    return use
-
-
-def _check_same_axes(use: Use, arrays: Sequence[ShardedArray], axes: Axes) -> None:
-    session = use.session
-    pairs = [(w, session.gathers[w], a.layout.gather(axes)) for w, a in zip(use.weights, arrays, strict=True)]
+def _check_same_axes(session: Session, weights: Sequence[int], gathers: Sequence[Gather]) -> None:
+    pairs = [(w, session.gathers[w], wanted) for w, wanted in zip(weights, gathers, strict=True)]
     bad = [
         f"{session.weights[w].name}: spec {wanted.layout.spec}, over {known.axes} and {wanted.axes}"
         for w, known, wanted in pairs
@@ -259,51 +279,3 @@ def _check_same_axes(use: Use, arrays: Sequence[ShardedArray], axes: Axes) -> No
     if bad:
         rule, hint = "an array is gathered over different axes", "give all units that use it the same axes"
         raise UsageError(message(_NAME, rule, bad, mesh=session.mesh, hint=hint))
-
-
-def _forward_only(
-    label: str,
-    body: Callable[..., Any],
-    arrays: Sequence[ShardedArray],
-    axes: Axes,
-    names: Names,
-    run: Run | None,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    owned = current_session() if run is None else run.session
-    session = owned or Session(arrays[0].mesh, Eager)
-    try:
-        if owned is None:  # the arguments of a step have names already
-            session.paths.update((array._owner, name) for name, array in zip(names(), arrays, strict=True))
-        check_gatherable(_NAME, [(session.paths.get(a._owner, label), a) for a in arrays], axes)
-        use = _use(session, label, arrays, run, axes)
-        wholes = use.before_forward()
-        outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
-        use.after_forward()
-    except BaseException as error:
-        if owned is None:
-            session.control.fail(error)
-        raise
-    finally:
-        if owned is None:
-            session.close()
-    return outputs
-
-
-def _recompute(
-    label: str,
-    body: Callable[..., Any],
-    arrays: Sequence[ShardedArray],
-    axes: Axes,
-    run: Run,
-    options: tuple[bool, Inside | None],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    # Activation checkpointing calls the unit again, before its backward begins.
-    run.tape.refuse_reentrant()
-    use = _use(run.session, label, arrays, run, axes)
-    use.remat, use.inside = options
-    run.repeats(use)
-    return run.tape.recompute_unit(body, use, *args, **kwargs)

@@ -15,6 +15,7 @@ from .._values.array import ShardedArray, check_sharded, describe, is_sharded, l
 from .._values.layout import Gather, Layout
 from .._values.mesh import AxisNames, Mesh, PartitionSpec, as_axes
 from .._values.numerics import check_sums
+from .._values.reduction_axes import reduce_axes, scatter_axes
 from .._values.tree import flatten, paths, unflatten
 from ..backends import uncompiled
 from .shard import check_tensors, cut, facts, leaf_specs
@@ -23,7 +24,12 @@ Tensor = Any
 _ONLY_ARRAYS = "only sharded arrays can be gathered"
 
 
-def _gather_axes(function: str, array: ShardedArray, axes: tuple[str, ...] | None) -> tuple[str, ...]:
+def unshard_array(function: str, array: ShardedArray, axes: tuple[str, ...] | None = None) -> Tensor:
+    """Returns one array gathered over `axes`. It is differentiable; its transpose is `reduce`."""
+    return _unsharding(function, array, axes)()
+
+
+def _unsharding(function: str, array: ShardedArray, axes: tuple[str, ...] | None) -> Callable[[], Tensor]:
     mesh = array.mesh
     if axes is None and array.spec.axes:
         mesh.check_data_axes(function)
@@ -33,16 +39,6 @@ def _gather_axes(function: str, array: ShardedArray, axes: tuple[str, ...] | Non
         rule = f"cannot gather over {wanted} alone: dim {dim} is cut by another axis inside of them"
         hint = "gather over all axes (axes=mesh.axis_names), or reshard first"
         raise SpecError(message(function, rule, [describe(array)], mesh=mesh, hint=hint))
-    return wanted
-
-
-def unshard_array(function: str, array: ShardedArray, axes: tuple[str, ...] | None = None) -> Tensor:
-    """Returns one array gathered over `axes`. It is differentiable; its transpose is `reduce`."""
-    return _unsharding(function, array, axes)()
-
-
-def _unsharding(function: str, array: ShardedArray, axes: tuple[str, ...] | None) -> Callable[[], Tensor]:
-    wanted = _gather_axes(function, array, axes)
     if array.spec.unreduced:
         hint = "finish it with hpfunc.reduce first"
         raise SpecError(message(function, "the array still is a partial sum", [describe(array)], hint=hint))
@@ -183,7 +179,7 @@ def _check_wholes(
     misplaced, uneven = [], []
     for name, leaf, spec in zip(names, leaves, specs, strict=True):
         layout, place = layout_of(tuple(leaf.shape), spec, mesh), f"{name}: {describe(leaf)}, spec {spec}"
-        if layout.misplaced(layout.gather_axes) is not None:
+        if layout.misplaced(scatter_axes(layout)) is not None:
             misplaced.append(place)
         cuts = [(n, *_cuts(spec, dim, mesh)) for dim, n in enumerate(leaf.shape)]
         if any(n % over_data and stays > 1 for n, over_data, stays in cuts):
@@ -198,15 +194,12 @@ def _check_wholes(
         raise SpecError(message(function, rule, uneven, mesh=mesh, hint=hint))
 
 
-def _whole_of(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The global shape of an array whose whole over the data axes has `shape` (other axes cut it evenly)."""
-    return tuple(n * _cuts(spec, dim, mesh)[1] for dim, n in enumerate(shape))
-
-
 def _reduce_tensor(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> ShardedArray:
-    layout = layout_of(_whole_of(tuple(tensor.shape), spec, mesh), spec, mesh)
-    axes = tuple(axis for axis in layout.reduce_axes if axis not in spec.unreduced)
-    gather, scatter = _maps(layout, layout.gather_axes, axes)
+    # The tensor is whole over the data axes; other axes cut the array evenly.
+    shape = tuple(n * _cuts(spec, dim, mesh)[1] for dim, n in enumerate(tensor.shape))
+    layout = layout_of(shape, spec, mesh)
+    axes = tuple(axis for axis in reduce_axes(layout) if axis not in spec.unreduced)
+    gather, scatter = _maps(layout, scatter_axes(layout), axes)
     local = backends.get(mesh.framework).linear(scatter, gather, tensor)
     return ShardedArray(local, layout.shape, spec, mesh)
 

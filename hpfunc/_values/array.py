@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -158,18 +159,20 @@ class ShardedArray:
         """Whether `value_and_grad` and optimizers leave the array as it is. See `freeze`."""
         return self._trains is False
 
+    def _other(self, owner: Owner, **facts: Any) -> ShardedArray:
+        """Returns an array of another owner, with the layout, mark and birth of this one unless `facts` have others."""
+        array = object.__new__(ShardedArray)
+        array._set(owner, **{"layout": self.layout, "trains": self._trains, "born": self._born, **facts})
+        return array
+
     def _marked(self, trains: bool | None) -> ShardedArray:
         """Returns another handle to the same memory, marked as trainable, frozen, or neither (None)."""
-        handle = object.__new__(ShardedArray)
-        known = self._tracker, self._origin, self._donated, self._row
-        handle._set(self._owner, self.layout, *known, trains=trains, born=self._born)
-        return handle
+        known = {"tracker": self._tracker, "origin": self._origin, "donated": self._donated, "row": self._row}
+        return self._other(self._owner, **known, trains=trains)
 
     def with_local(self, local: Any) -> ShardedArray:
         """Returns an array with the same shape, spec and mesh, and other values; frozen if this one is."""
-        array = object.__new__(ShardedArray)
-        array._set(Owner(local), self.layout, trains=self._trains, born=self._born)
-        return array
+        return self._other(Owner(local))
 
     def __getitem__(self, index: int) -> ShardedArray:
         """Returns a row: the array without its first dim, which no axis may cut. It shares the memory.
@@ -194,12 +197,10 @@ class ShardedArray:
         if not -self.shape[0] <= index < self.shape[0]:
             raise IndexError(f"row {index} of an array of {self.shape[0]} rows")
         spec = PartitionSpec(*self.spec.entries[1:], unreduced=self.spec.unreduced)
-        row, index = object.__new__(ShardedArray), index % self.shape[0]
-        layout = layout_of(self.shape[1:], spec, self.mesh)
+        layout, index = layout_of(self.shape[1:], spec, self.mesh), index % self.shape[0]
         born = None if self._born is None else (*self._born, index)
-        known = self._tracker, self._origin, False
-        row._set(Owner(None), layout, *known, (self, index), trains=self._trains, born=born)
-        return row
+        known = {"tracker": self._tracker, "origin": self._origin, "row": (self, index)}
+        return self._other(Owner(None), **known, layout=layout, born=born)
 
     def _root(self) -> tuple[ShardedArray, tuple[int, ...]]:
         """Returns the array under all indexing, and the indices."""
@@ -211,21 +212,15 @@ class ShardedArray:
     def _handle(self, origin: Origin | None = None, *, donated: bool = False) -> ShardedArray:
         """Returns another handle to the same memory. For a row it is an array of its own, which is never donated."""
         if self._row is not None:
-            owner, donated = Owner(self._value), False
-        else:
-            owner = self._owner
-        handle = object.__new__(ShardedArray)
-        handle._set(owner, self.layout, origin=origin, donated=donated, trains=self._trains, born=self._born)
-        return handle
+            return self._other(Owner(self._value), origin=origin)
+        return self._other(self._owner, origin=origin, donated=donated)
 
     def _tracked(self, tracker: Tracker) -> ShardedArray:
         """Returns a handle whose uses are differentiated.
 
         It has an owner of its own, so that an array at two places of a tree has two gradients, as in JAX.
         """
-        handle, owner = object.__new__(ShardedArray), Owner(self._value)
-        handle._set(owner, self.layout, tracker=tracker, origin=self._origin, trains=self._trains, born=self._born)
-        return handle
+        return self._other(Owner(self._value), tracker=tracker, origin=self._origin)
 
     def _consume(self, by: str) -> Any:
         """Returns the local tensor and makes every handle to it unusable."""
@@ -342,24 +337,18 @@ def check_sharded(
 ) -> None:
     """Raises LeafError naming every leaf of `tree` that is not a `ShardedArray` and that `allow` does not accept."""
     leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
-    if all(is_sharded(leaf) or (allow is not None and allow(leaf)) for leaf in leaves):
-        return
-    bad = [
-        f"{path}: {describe(leaf)}"
-        for path, leaf in zip(paths(tree, name, is_sharded), leaves, strict=True)
-        if not is_sharded(leaf) and not (allow is not None and allow(leaf))
-    ]
-    raise LeafError(message(function, f"{name} has leaves that are no ShardedArray", bad, hint=hint))
+    is_bad = [not is_sharded(leaf) and not (allow is not None and allow(leaf)) for leaf in leaves]
+    if any(is_bad):
+        named = zip(paths(tree, name, is_sharded), leaves, strict=True)
+        bad = [f"{path}: {describe(leaf)}" for path, leaf in itertools.compress(named, is_bad)]
+        raise LeafError(message(function, f"{name} has leaves that are no ShardedArray", bad, hint=hint))
 
 
 def check_one_mesh(
     function: str, arrays: Sequence[ShardedArray], mesh: Mesh, names: Callable[[], list[str]], hint: str | None = None
 ) -> None:
     """Raises SpecError naming every array, with its mesh, if not all of them lie on `mesh`."""
-    for array in arrays:
-        if array.layout.mesh is not mesh and array.mesh != mesh:
-            break
-    else:
+    if all(array.layout.mesh is mesh or array.mesh == mesh for array in arrays):
         return
     others = [array.mesh for array in arrays if array.mesh != mesh]
     if all(array.mesh != mesh for array in arrays):
@@ -377,13 +366,9 @@ def check_gatherable(
     function: str, named: Sequence[tuple[str, ShardedArray]], axes: tuple[str, ...] | None = None
 ) -> None:
     """Raises SpecError naming every array that cannot be gathered over `axes` (None: the data axes) alone."""
-    over = [a.mesh.data_axes if axes is None else axes for _, a in named]
-    bad = [
-        f"{n}: {describe(a)}"
-        for (n, a), wanted in zip(named, over, strict=True)
-        if a.layout.misplaced(wanted) is not None
-    ]
-    if bad:
+    misplaced = [(n, a) for n, a in named if a.layout.misplaced(a.mesh.data_axes if axes is None else axes) is not None]
+    if misplaced:
+        bad = [f"{name}: {describe(array)}" for name, array in misplaced]
         hint = "in P(('tp', 'shard')) the first axis is the major one; put the axes that are gathered last"
         raise SpecError(message(function, "a data axis cuts a dim outside of an axis that stays cut", bad, hint=hint))
     partial = [f"{name}: {describe(a)}" for name, a in named if a.spec.unreduced]

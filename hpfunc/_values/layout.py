@@ -53,7 +53,7 @@ class Layout:
         """Returns where the part of the rank at `coordinate` lies in the global array."""
         slices = []
         for dim, (n, block) in enumerate(zip(self.shape, self.block_shape, strict=True)):
-            index = self._index(self.spec.dim_axes(dim), coordinate)
+            index = self.mesh.index_of(coordinate, self.spec.dim_axes(dim))
             slices.append(slice(min(n, index * block), min(n, (index + 1) * block)))
         return tuple(slices)
 
@@ -62,12 +62,6 @@ class Layout:
         if self.is_even:
             return self.block_shape
         return tuple(part.stop - part.start for part in self.local_slices(coordinate))
-
-    def _index(self, axes: tuple[str, ...], coordinate: Coordinate) -> int:
-        index = 0
-        for axis in axes:
-            index = index * self.mesh.shape[axis] + coordinate[axis]
-        return index
 
     def gather(self, axes: tuple[str, ...]) -> Gather:
         """Returns how blocks are put together over `axes`, which must be the minor ones of each dim (see `misplaced`).
@@ -90,16 +84,6 @@ class Layout:
             if inside != sorted(inside):
                 return dim
         return None
-
-    @cached_property
-    def gather_axes(self) -> tuple[str, ...]:
-        """The data axes that cut the array, in mesh order."""
-        return self.mesh.sort(set(self.mesh.data_axes) & set(self.spec.axes))
-
-    @cached_property
-    def reduce_axes(self) -> tuple[str, ...]:
-        """The data axes that do not cut the array, in mesh order."""
-        return self.mesh.sort(set(self.mesh.data_axes) - set(self.spec.axes))
 
 
 @dataclass(frozen=True)

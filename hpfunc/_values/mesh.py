@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -84,7 +85,7 @@ class PartitionSpec:
         return hash(self._key())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_make_spec, (self.entries, tuple(sorted(self.unreduced))))
+        return (functools.partial(PartitionSpec, unreduced=tuple(sorted(self.unreduced))), self.entries)
 
     def __repr__(self) -> str:
         parts = [repr(entry) for entry in self.entries]
@@ -94,10 +95,6 @@ class PartitionSpec:
 
 
 P = PartitionSpec
-
-
-def _make_spec(entries: tuple[Any, ...], unreduced: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*entries, unreduced=unreduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +214,13 @@ class Mesh:
 
     def axis_index(self, axes: AxisNames) -> int:
         """Returns this rank's place along one axis, or along several together, major first."""
-        coordinate, index = self.coordinate, 0
-        for axis in as_axes(axes):
-            index = index * self.shape[axis] + coordinate[axis]
+        return self.index_of(self.coordinate, as_axes(axes))
+
+    def index_of(self, place: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Returns the number of a place along several axes together, major first."""
+        shape, index = self.shape, 0
+        for axis in axes:
+            index = index * shape[axis] + place[axis]
         return index
 
     def sort(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -233,10 +234,7 @@ class Mesh:
         found = []
         for place in itertools.product(*(range(shape[axis]) for axis in axes)):
             there = mine | dict(zip(axes, place, strict=True))
-            index = 0
-            for name, size in zip(self.axis_names, self.sizes, strict=True):
-                index = index * size + there[name]
-            found.append(self.ranks[index])
+            found.append(self.ranks[self.index_of(there, self.axis_names)])
         return tuple(found)
 
     def check_axes(self, function: str, axes: AxisNames) -> tuple[str, ...]:

@@ -66,8 +66,9 @@ class Job:
     device: str
 
 
-Poll = Callable[[str, float], None]
-"""Called while the host waits, with a label of the wait and its seconds so far; may raise to end the wait."""
+Poll = Callable[[str, float | Exception], None]
+"""Called while the host waits, with a label of the wait and its seconds so far, or the error of the framework that has
+ended it. May raise to end the wait."""
 
 
 class Pending(Protocol):

@@ -109,7 +109,7 @@ class Carried:
         return bundle
 
     def _accumulates(self, weight: int, region: Region) -> bool:
-        return self._draft.dtype(region) == self._weights[weight].accum_dtype
+        return self._draft.buffers[region.buffer].dtype == self._weights[weight].accum_dtype
 
     def _carry(self, regions: dict[int, Region]) -> None:
         self._regions |= regions
@@ -121,25 +121,18 @@ class Carried:
         for w in slices:
             dtypes[self._weights[w].accum_dtype].append(w)
         for dtype, weights in dtypes.items():
-            numel = sum(slices[w].numel for w in weights)
-            buffer = self._draft.buffer("carry", label, numel, dtype, "compute")  # it may be delivered
-            regions, start = [], 0
-            for w in weights:
-                regions.append(Region(buffer.buffer, start, start + slices[w].numel))
-                start += slices[w].numel
             sources = [slices[w] for w in weights]
+            sizes = [region.numel for region in sources]
+            regions = self._draft.buffer("carry", label, sum(sizes), dtype, "compute").split(sizes)  # may be delivered
             self._draft.local(f"begin to carry {label}", "copy", self._draft.reduced, sources, regions)
             self._carry(dict(zip(weights, regions, strict=True)))
 
     def _accumulate(self, name: str, sums: list[tuple[Region, Region, Region]]) -> None:
         """Adds pairs of regions, given as (earlier, later, sum), in as few pieces as possible."""
-        if not sums:
-            return
-        reads, writes = [], []
-        for earlier, later, total in _merged(sums):
-            reads += [earlier, later]
-            writes.append(total)
-        self._draft.local(name, "accumulate", self._draft.reduced, reads, writes)
+        if sums:
+            pieces = _merged(sums)
+            reads = [region for *pair, _ in pieces for region in pair]
+            self._draft.local(name, "accumulate", self._draft.reduced, reads, [total for *_, total in pieces])
 
     def _drop(self, weights: Iterable[int]) -> None:
         for w in weights:
@@ -153,7 +146,7 @@ def _merged(sums: list[tuple[Region, Region, Region]]) -> list[tuple[Region, ...
     """Returns the triples, with adjacent ones joined if all three of their regions are adjacent."""
     result: list[tuple[Region, ...]] = []
     for triple in sums:
-        pairs = [list(merged(pair)) for pair in zip(result[-1], triple, strict=True)] if result else []
+        pairs = [merged(pair) for pair in zip(result[-1], triple, strict=True)] if result else []
         if pairs and all(len(pair) == 1 for pair in pairs):
             result[-1] = tuple(pair[0] for pair in pairs)
         else:

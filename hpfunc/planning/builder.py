@@ -7,60 +7,45 @@ the ops touch, and are derived here for all ops.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from .ops import (
-    Buffer,
-    BufferKind,
-    Caller,
-    Collective,
-    Communicator,
-    Compute,
-    Deliver,
-    Free,
-    Launch,
-    Local,
-    LocalKind,
-    Op,
-    Region,
-    Slot,
-    Stream,
-)
+from . import ops
+from .ops import Buffer, BufferKind, Op, Region, Slot, Stream
 from .policy import Policy
 from .program import Event, Program
 from .schedule import Schedule
 
+Regions = Sequence[Region]
+
 
 class Draft:
-    """Collects buffers and ops in issue order, and gives them readable, unique names."""
+    """Collects buffers and ops in issue order, and gives them readable, unique names.
+
+    Attributes:
+        buffers: the buffers so far, which a `Region` names by index.
+        units: the name of each unit, unique among the units.
+        weights: the name of each weight, unique among the weights.
+    """
 
     def __init__(self, program: Program, policy: Policy, *, ordered_sums: bool) -> None:
         self.program = program
         self.policy = policy
         self.ordered_sums = ordered_sums
-        self._buffers: list[Buffer] = []
+        self.units = _labels([unit.name for unit in program.units])
+        self.weights = _labels([weight.name for weight in program.weights])
+        self.buffers: list[Buffer] = []
         self._slots: list[tuple[int, Literal["before", "after"], list[Op]]] = []
         self._shards: dict[int, Region] = {}
         self._names: dict[str, int] = {}
-        self._units = _labels([unit.name for unit in program.units])
-        self._weights = _labels([weight.name for weight in program.weights])
-        self._waits = _Waits()
+        self._begun: set[int] = set()
+        self._knows_caller = False  # whether an op of the compute stream follows all work of the caller so far
 
     def at(self, event: int, when: Literal["before", "after"]) -> None:
         """Sets the slot of the ops that follow."""
         self._slots.append((event, when, []))
-        if when == "before":
-            self._waits.caller_works()
-
-    def unit(self, index: int) -> str:
-        """Returns the name of a unit, unique among the units."""
-        return self._units[index]
-
-    def weight(self, index: int) -> str:
-        """Returns the name of a weight, unique among the weights."""
-        return self._weights[index]
+        self._knows_caller &= when == "after"
 
     @property
     def reduced(self) -> Stream:
@@ -71,19 +56,11 @@ class Draft:
         """
         return "all_reduce" if self.ordered_sums else "reduce_scatter"
 
-    def dtype(self, region: Region) -> str:
-        """Returns the dtype of a region's buffer."""
-        return self._buffers[region.buffer].dtype
-
-    def kind(self, region: Region) -> BufferKind:
-        """Returns the kind of a region's buffer."""
-        return self._buffers[region.buffer].kind
-
     def shard(self, weight: int) -> Region:
         """Returns the caller's shard of a weight."""
         if weight not in self._shards:
             w = self.program.weights[weight]
-            buffer = Buffer(f"shard {self.weight(weight)}", "shard", w.block_numel, w.shard_dtype, "compute", weight)
+            buffer = Buffer(f"shard {self.weights[weight]}", "shard", w.block_numel, w.shard_dtype, "compute", weight)
             self._shards[weight] = self._add(buffer)
         return self._shards[weight]
 
@@ -93,55 +70,41 @@ class Draft:
         """Makes a buffer, and returns all of it."""
         return self._add(Buffer(self._unique(f"{kind} {of}"), kind, numel, dtype, stream, weight))
 
-    def compute(self, event: Event, index: int, reads: Sequence[Region], writes: Sequence[Region]) -> None:
+    def compute(self, event: Event, index: int, reads: Regions, writes: Regions) -> None:
         """Issues the unit's own work at an event."""
-        name = self._unique(f"{event.kind} {self.unit(event.unit or 0)}{f'#{event.use}' if event.use else ''}")
-        self._issue(Compute(name, index, tuple(reads), tuple(writes)))
+        name = self._unique(f"{event.kind} {self.units[event.unit or 0]}{f'#{event.use}' if event.use else ''}")
+        self._issue(ops.Compute(name, index, tuple(reads), tuple(writes)))
 
     def caller(self, name: str, weights: Iterable[int] = ()) -> None:
         """Issues a `Caller`: the caller has written the shards of some weights, or may write them from now on."""
-        self._issue(Caller(self._unique(name), tuple(map(self.shard, weights))))
+        self._issue(ops.Caller(self._unique(name), tuple(map(self.shard, weights))))
 
     def launch(
-        self,
-        name: str,
-        collective: Collective,
-        communicator: Communicator,
-        reads: Sequence[Region],
-        writes: Sequence[Region],
+        self, name: str, collective: ops.Collective, communicator: ops.Communicator, reads: Regions, writes: Regions
     ) -> None:
         """Issues collectives on the stream of the communicator's purpose, so that no communicator is on two streams."""
         stream = communicator.purpose
-        self._issue(Launch(self._unique(name), collective, communicator, stream, tuple(reads), tuple(writes)))
+        self._issue(ops.Launch(self._unique(name), collective, communicator, stream, tuple(reads), tuple(writes)))
 
     def local(
-        self,
-        name: str,
-        kind: LocalKind,
-        stream: Stream,
-        reads: Sequence[Region],
-        writes: Sequence[Region],
-        *,
-        weights: tuple[int, ...] = (),
-        parts: int = 1,
-        divisor: int = 1,
+        self, name: str, kind: ops.LocalKind, stream: Stream, reads: Regions, writes: Regions, **numbers: Any
     ) -> None:
-        """Issues local work."""
-        self._issue(Local(self._unique(name), kind, stream, tuple(reads), tuple(writes), (), weights, parts, divisor))
+        """Issues local work. `numbers` are fields of `Local`: `weights`, `parts`, `divisor`."""
+        self._issue(ops.Local(self._unique(name), kind, stream, tuple(reads), tuple(writes), **numbers))
 
     def free(self, region: Region) -> None:
         """Frees the region's buffer, on the buffer's own stream."""
-        buffer = self._buffers[region.buffer]
-        self._issue(Free(f"free {buffer.name}", region.buffer, buffer.stream))
+        buffer = self.buffers[region.buffer]
+        self._issue(ops.Free(f"free {buffer.name}", region.buffer, buffer.stream))
 
     def deliver(self, weight: int, region: Region) -> None:
         """Hands a region to the caller, as the gradient of a weight."""
-        self._issue(Deliver(self._unique(f"deliver {self.weight(weight)}"), weight, region))
+        self._issue(ops.Deliver(self._unique(f"deliver {self.weights[weight]}"), weight, region))
 
     def schedule(self) -> Schedule:
         """Returns the schedule."""
-        slots = (Slot(event, when, tuple(ops)) for event, when, ops in self._slots if ops)
-        return Schedule(self.program, self.policy, tuple(self._buffers), tuple(slots))
+        slots = [Slot(event, when, tuple(issued)) for event, when, issued in self._slots if issued]
+        return Schedule(self.program, self.policy, tuple(self.buffers), derive_waits(slots, self.buffers))
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -149,20 +112,28 @@ class Draft:
         return tuple(sorted(self._shards))
 
     def _add(self, buffer: Buffer) -> Region:
-        self._buffers.append(buffer)
-        return Region(len(self._buffers) - 1, 0, buffer.numel)
+        self.buffers.append(buffer)
+        return Region(len(self.buffers) - 1, 0, buffer.numel)
 
     def _issue(self, op: Op) -> None:
-        """Issues an op with its waits. Inserts a `Caller` if the op needs one: see Note [Whose memory]."""
-        owners = self._waits.owners(op, self._buffers)
+        """Issues an op. Inserts a `Caller` before it if it needs one: see Note [Whose memory]."""
+        owners = _owners(op, self.buffers, self._begun)
         assert owners <= {"compute"}, f"{op.name} begins memory that nobody hands over"
-        if owners and not self._waits.knows_caller:
+        if owners and not self._knows_caller:
             self.caller("now")
-        self._slots[-1][2].append(self._waits.ordered(op, begins_foreign=bool(owners)))
+        self._slots[-1][2].append(op)
+        self._begun |= {region.buffer for region in (*op.reads, *op.writes)}
+        self._knows_caller |= op.stream == "compute"
 
     def _unique(self, name: str) -> str:
         count = self._names[name] = self._names.get(name, 0) + 1
         return name if count == 1 else self._unique(f"{name}#{count}")
+
+
+def _owners(op: Op, buffers: Sequence[Buffer], begun: Container[int]) -> set[Stream]:
+    """Returns the streams, other than its own, whose memory an op is the first to touch."""
+    owners: set[Stream] = {buffers[r.buffer].stream for r in op.writes if r.buffer not in begun}
+    return owners - {op.stream}
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -185,12 +156,11 @@ _LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args
 
 def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot, ...]:
     """Returns the slots with the fewest waits that order each op after all earlier ops with which it conflicts."""
-    waits, derived = _Waits(), list[Slot]()
+    waits, derived = _Waits(buffers), list[Slot]()
     for slot in slots:
         if slot.when == "before":
-            waits.caller_works()
-        ops = tuple(waits.ordered(op, begins_foreign=bool(waits.owners(op, buffers))) for op in slot.ops)
-        derived.append(replace(slot, ops=ops))
+            waits.computed = None
+        derived.append(replace(slot, ops=tuple(map(waits.ordered, slot.ops))))
     return tuple(derived)
 
 
@@ -203,46 +173,31 @@ class _Issued(NamedTuple):
 
 
 class _Waits:
-    """The ops issued so far, with their regions and clocks."""
+    """The ops issued so far, with their regions and clocks.
 
-    def __init__(self) -> None:
+    Attributes:
+        computed: the last op of the compute stream, if the caller has done nothing of its own since.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.computed: int | None = None
+        self._buffers = buffers
         self._issued: list[_Issued] = []
         self._last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
         self._uses: defaultdict[int, list[tuple[Region, bool, int]]] = defaultdict(list)
         """By buffer: regions that were touched, whether they were written, and by which op."""
-        self._computed: int | None = None
-        """The last op of the compute stream, if the caller has done nothing of its own since."""
 
-    @property
-    def knows_caller(self) -> bool:
-        """Whether an op of the compute stream follows all work of the caller so far."""
-        return self._computed is not None
-
-    def owners(self, op: Op, buffers: Sequence[Buffer]) -> set[Stream]:
-        """Returns the streams, other than its own, whose memory an op is the first to write."""
-        begun: set[Stream] = {buffers[r.buffer].stream for r in op.writes if not self._uses.get(r.buffer)}
-        begun.discard(op.stream)
-        return begun
-
-    def caller_works(self) -> None:
-        """The caller runs work of its own on the compute stream."""
-        self._computed = None
-
-    def ordered(self, op: Op, *, begins_foreign: bool) -> Op:
-        """Issues an op, and returns it with its waits.
-
-        Args:
-            op: the op; waits that it has already are replaced.
-            begins_foreign: whether it is the first to write memory of another stream, the compute stream.
-        """
+    def ordered(self, op: Op) -> Op:
+        """Issues an op, and returns it with its waits, which replace those that it has already."""
         index, lane, names = len(self._issued), _LANES[op.stream], list[str]()
+        begins_foreign = bool(_owners(op, self._buffers, self._uses))
         conflicts = self._conflicts(index, op)
-        if begins_foreign and self._computed is not None:
-            conflicts.add(self._computed)
+        if begins_foreign and self.computed is not None:
+            conflicts.add(self.computed)
         if self._issued:
             conflicts.add(0)  # the first op of the step; redundant after the first op of a stream
         if op.stream == "compute":
-            self._computed = index
+            self.computed = index
         clock = self._last[lane].copy()
         # The latest first: its clock may cover the others.
         for other in (self._issued[i] for i in sorted(conflicts - {index}, reverse=True)):

@@ -40,7 +40,7 @@ class Gathers:
         if index not in self._called:
             self._called.add(index)
             self._take_made(index)
-        if not self._windows.is_in_place(index) and index not in self._wholes:
+        if not self._windows.in_place[index] and index not in self._wholes:
             self._launch(index)
         self._launch_ahead(event)  # units that became near, or whose arrays the step has just made
         self._finish(index)
@@ -89,12 +89,12 @@ class Gathers:
         made = [w for w in self._program.units[unit].weights if self._program.weights[w].origin is None]
         if fresh := [w for w in dict.fromkeys(made) if w not in self._made]:
             self._made.update(fresh)
-            self._draft.caller(f"made for {self._draft.unit(unit)}", fresh)
+            self._draft.caller(f"made for {self._draft.units[unit]}", fresh)
 
     def _launch(self, unit: int) -> None:
         """Issues the gather of a unit: casts of weights that no axis cuts, then one launch per communicator."""
         program, draft = self._program, self._draft
-        label = draft.unit(unit)
+        label = draft.units[unit]
         weights = tuple(dict.fromkeys(program.units[unit].weights))
         cut = tuple(w for w in weights if program.weights[w].num_shards > 1)
         buckets = self._windows.messages[unit]
@@ -120,7 +120,7 @@ class Gathers:
         draft, first = self._draft, self._program.weights[bucket[0]]
         shards = [draft.shard(w) for w in bucket]
         alone = len(bucket) == 1
-        of = draft.weight(bucket[0]) if alone else label
+        of = draft.weights[bucket[0]] if alone else label
         numel = sum(shard.numel for shard in shards)
         if alone and first.even and first.dtype == first.shard_dtype:
             sent = shards[0]
@@ -140,7 +140,7 @@ class Gathers:
         wholes = self._wholes.get(unit, {})
         for message in self._flying.pop(unit, ()):
             if message.received != wholes[message.weights[0]]:
-                of = self._draft.weight(message.weights[0]) if len(message.weights) == 1 else self._draft.unit(unit)
+                of = self._draft.weights[message.weights[0]] if len(message.weights) == 1 else self._draft.units[unit]
                 targets = [wholes[w] for w in message.weights]
                 self._draft.local(
                     f"unpack {of}", "unpack_wholes", "compute", [message.received], targets, weights=message.weights
@@ -151,7 +151,7 @@ class Gathers:
 
     def _whole(self, weight: int, stream: Stream) -> Region:
         w = self._program.weights[weight]
-        return self._draft.buffer("whole", self._draft.weight(weight), w.whole_numel, w.dtype, stream, weight)
+        return self._draft.buffer("whole", self._draft.weights[weight], w.whole_numel, w.dtype, stream, weight)
 
     def _release(self, unit: int) -> None:
         for region in self._wholes.pop(unit).values():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 Stream = Literal["compute", "gather", "reduce_scatter", "all_reduce"]
@@ -79,6 +80,10 @@ class Region(NamedTuple):
     def overlaps(self, other: Region) -> bool:
         """Returns whether the two regions share an element."""
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
+
+    def split(self, sizes: Iterable[int]) -> list[Region]:
+        """Returns regions of these sizes, one after another, from the start of this one."""
+        return [Region(self.buffer, *ends) for ends in pairwise(accumulate(sizes, initial=self.start))]
 
 
 def entire(buffer: int) -> Region:

@@ -77,11 +77,9 @@ class Policy:
         if self.prefetch_backward is not None:
             _check_depth("prefetch_backward", self.prefetch_backward)
         _check_release("release", self.release)
-        if self.pack_below_bytes is not None:
-            hint = "use 0 to pack nothing, math.inf to pack everything, None to let the network decide"
-            _check_bytes("pack_below_bytes", self.pack_below_bytes, hint)
-        _check_bytes("gather_budget_bytes", self.gather_budget_bytes, "use math.inf for no bound")
-        _check_bytes("reduce_bucket_bytes", self.reduce_bucket_bytes, "use 0 for a buffer for each unit")
+        for field, hint in _BYTES.items():
+            if (value := getattr(self, field)) is not None or field != "pack_below_bytes":
+                object.__setattr__(self, field, _number(field, value, hint))
         object.__setattr__(self, "release_overrides", _pairs(self.release_overrides))
 
     def __repr__(self) -> str:
@@ -90,6 +88,12 @@ class Policy:
 
 
 _ALWAYS_SHOWN = ("prefetch", "release", "pack_below_bytes")
+_BYTES = {
+    "pack_below_bytes": "use 0 to pack nothing, math.inf to pack everything, None to let the network decide",
+    "gather_budget_bytes": "use math.inf for no bound",
+    "reduce_bucket_bytes": "use 0 for a buffer for each unit",
+}
+"""Fields that are numbers of bytes, and the remedy for a wrong one."""
 
 
 def _check_depth(field: str, value: Any) -> None:
@@ -109,10 +113,12 @@ def _check_release(field: str, value: Any) -> None:
     raise PolicyError(message(_NAME, f"{field} must be 'forward', 'backward' or 'never', got {value!r}", hint=hint))
 
 
-def _check_bytes(field: str, value: Any, hint: str) -> None:
+def _number(field: str, value: Any, hint: str) -> float:
+    """Returns a number of bytes. A float of numpy becomes a plain one, whose text `Schedule.parse` reads."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or math.isnan(value) or value < 0:
         raise PolicyError(message(_NAME, f"{field} must be a number >= 0, got {value!r}", hint=hint))
+    return float(value) if isinstance(value, float) else value
 
 
 def _pairs(overrides: Any) -> tuple[tuple[str, Release], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .builder import Draft
@@ -104,17 +104,13 @@ def shares(
                 keys.setdefault(key_of(program.weights[index]), []).append(index)
         for key, members in keys.items():
             gathered.setdefault(key, []).append((event, members))
-            size_bytes = sum(_block_bytes(program.weights[w]) for _, part in gathered[key] for w in part)
-            if carries[event] or size_bytes >= policy.reduce_bucket_bytes:
+            numel = sum(program.weights[w].block_numel for _, part in gathered[key] for w in part)
+            if carries[event] or numel * itemsize(key[1]) >= policy.reduce_bucket_bytes:
                 close(key)
         if program.events[event].kind == "end_backward" and not program.events[event].carry:
             for key in tuple(gathered):
                 close(key)
     return found
-
-
-def _block_bytes(weight: Weight) -> int:
-    return weight.block_numel * itemsize(weight.reduce_dtype)
 
 
 def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
@@ -128,21 +124,15 @@ def lay_out(draft: Draft, labels: Sequence[str], share: Share) -> Bundle:
     slices = iter([Region(buffer.buffer, start, start + size) for start, size in zip(starts, sizes, strict=True)])
     bundle = Bundle(label, first, buffer)
     for part in share.buckets:
-        regions = [next(slices) for _ in part]
-        split = (pair for bucket, region in zip(part, regions, strict=True) for pair in _split(program, bucket, region))
-        bundle.members.append(Member(dict(split), regions))
-    empty = list(_gaps([region for member in bundle.members for region in member.regions], buffer))
+        member = Member({}, [next(slices) for _ in part])
+        for bucket, region in zip(part, member.regions, strict=True):
+            blocks = region.split([program.weights[w].block_numel for w in bucket])
+            member.slices |= zip(bucket, blocks, strict=True)
+        bundle.members.append(member)
+    empty = _gaps([region for member in bundle.members for region in member.regions], buffer)
     if empty and first.num_replicas > 1:
         draft.local(f"zero {label}", "zero", draft.reduced, [], empty)
     return bundle
-
-
-def _split(program: Program, bucket: tuple[int, ...], region: Region) -> Iterator[tuple[int, Region]]:
-    start = region.start
-    for w in bucket:
-        stop = start + program.weights[w].block_numel
-        yield w, Region(region.buffer, start, stop)
-        start = stop
 
 
 def _layout(sizes: list[int], first: Weight) -> tuple[list[int], int]:
@@ -160,24 +150,19 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _gaps(slices: Iterable[Region], buffer: Region) -> Iterator[Region]:
-    """Yields the parts of a buffer that no slice covers. Slices are in order."""
-    end = 0
-    for region in [*slices, Region(buffer.buffer, buffer.stop, buffer.stop)]:
-        if region.start > end:
-            yield Region(buffer.buffer, end, region.start)
-        end = region.stop
+def _gaps(slices: Sequence[Region], buffer: Region) -> list[Region]:
+    """Returns the parts of a buffer that no slice covers. Slices are in order."""
+    ends = [buffer.start, *(region.stop for region in slices)]
+    starts = [*(region.start for region in slices), buffer.stop]
+    return [Region(buffer.buffer, *gap) for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
 
 
-def merged(regions: Iterable[Region]) -> Iterator[Region]:
-    """Yields the regions, with adjacent ones joined."""
-    last: Region | None = None
+def merged(regions: Iterable[Region]) -> list[Region]:
+    """Returns the regions, with adjacent ones joined."""
+    found: list[Region] = []
     for region in regions:
-        if last is not None and last.buffer == region.buffer and last.stop == region.start:
-            last = Region(last.buffer, last.start, region.stop)
-            continue
-        if last is not None:
-            yield last
-        last = region
-    if last is not None:
-        yield last
+        if found and (found[-1].buffer, found[-1].stop) == (region.buffer, region.start):
+            found[-1] = found[-1]._replace(stop=region.stop)
+        else:
+            found.append(region)
+    return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from .accumulation import Carried, carries_shards
@@ -71,15 +72,6 @@ class _Message:
     target: Region
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Exchanged blocks that are still to be summed."""
-
-    parts: int
-    staged: list[Region]
-    targets: list[Region]
-
-
 @dataclass(slots=True)
 class _Group:
     """The reduce-scatters of one event, and the work that remains once they have arrived.
@@ -88,13 +80,15 @@ class _Group:
         members: the parts of reduce buffers that the event fills.
         complete: the reduce buffers whose last slice the event fills.
         carries: whether the shards are carried to the next backward.
+        sums: calls that issue the sums of exchanged blocks.
+        spent: what is to be freed then.
     """
 
     label: str
     carries: bool
     members: list[tuple[Bundle, Member]] = field(default_factory=list)
     complete: list[Bundle] = field(default_factory=list)
-    sums: list[_Sums] = field(default_factory=list)
+    sums: list[Callable[[], None]] = field(default_factory=list)
     spent: list[Region] = field(default_factory=list)
 
 
@@ -130,7 +124,7 @@ class Reductions:
         for weight, gradient in zip(weights, gradients, strict=True):
             self._accumulate(weight, gradient)
         if self._finals[event]:
-            self._advance(event, self._draft.unit(unit))
+            self._advance(event, self._draft.units[unit])
 
     def _advance(self, event: int, label: str) -> None:
         """Runs the four steps."""
@@ -165,15 +159,15 @@ class Reductions:
 
     def _whole(self, kind: Literal["gradient", "total"], weight: int, dtype: str) -> Region:
         w = self._program.weights[weight]
-        return self._draft.buffer(kind, self._draft.weight(weight), w.whole_numel, dtype, "compute", weight)
+        return self._draft.buffer(kind, self._draft.weights[weight], w.whole_numel, dtype, "compute", weight)
 
     def _accumulate(self, weight: int, gradient: Region) -> None:
         """Adds a whole gradient to those before it. In place from the third on, because the first is borrowed."""
         if weight in self._gradients:
             earlier = total = self._gradients[weight]
-            if self._draft.kind(earlier) == "gradient":
+            if self._draft.buffers[earlier.buffer].kind == "gradient":
                 total = self._whole("total", weight, self._program.weights[weight].accum_dtype)
-            name = f"accumulate {self._draft.weight(weight)}"
+            name = f"accumulate {self._draft.weights[weight]}"
             self._draft.local(name, "accumulate", "compute", [earlier, gradient], [total], weights=(weight,))
             if total != earlier:
                 self._draft.free(earlier)
@@ -205,14 +199,14 @@ class Reductions:
             return False
         if index in self._carried or index in self._to_carry:
             return False
-        return self._draft.dtype(self._gradients[index]) == weight.reduce_dtype
+        return self._draft.buffers[self._gradients[index].buffer].dtype == weight.reduce_dtype
 
     def _take(self, group: _Group, weights: list[int]) -> None:
         """Takes whole gradients that need no reduction: totals themselves, and divided copies of borrowed ones."""
         lent: defaultdict[int, list[tuple[int, Region, Region]]] = defaultdict(list)
         for index in weights:
-            weight, region, name = self._program.weights[index], self._gradients.pop(index), self._draft.weight(index)
-            borrowed = self._draft.kind(region) == "gradient"
+            weight, region, name = self._program.weights[index], self._gradients.pop(index), self._draft.weights[index]
+            borrowed = self._draft.buffers[region.buffer].kind == "gradient"
             if borrowed:
                 own = self._draft.buffer("reduce", name, weight.block_numel, weight.reduce_dtype, "compute", index)
                 lent[weight.divisor].append((index, region, own))
@@ -223,7 +217,7 @@ class Reductions:
             group.complete.append(bundle)
         for divisor, rows in lent.items():
             indices, sources, targets = zip(*rows, strict=True)
-            name = f"own {group.label if len(rows) > 1 else self._draft.weight(indices[0])}"
+            name = f"own {group.label if len(rows) > 1 else self._draft.weights[indices[0]]}"
             self._draft.local(name, "own", "compute", sources, targets, weights=indices, divisor=divisor)
             for region in sources:
                 self._draft.free(region)
@@ -234,7 +228,7 @@ class Reductions:
         share = self._shares.get((event, key), alone)
         if share.events[0] == event:
             units = [self._program.events[part].unit for part in share.events]
-            labels = [group.label if unit is None else self._draft.unit(unit) for unit in units]
+            labels = [group.label if unit is None else self._draft.units[unit] for unit in units]
             self._open[share] = lay_out(self._draft, labels, share)
         bundle, part = self._open[share], share.events.index(event)
         if share.events[-1] == event:
@@ -250,12 +244,12 @@ class Reductions:
         first = self._program.weights[bucket[0]]
         gradients = [self._gradients.pop(w) for w in bucket]
         group.spent += gradients
-        of = self._draft.weight(bucket[0]) if len(bucket) == 1 else group.label
+        of = self._draft.weights[bucket[0]] if len(bucket) == 1 else group.label
         divides = first.divides_first
         if first.num_shards == 1 and not divides:
             self._draft.local(f"copy {of}", "copy", self._draft.reduced, gradients, [target])
             return None
-        fits = first.even and first.direct and self._draft.dtype(gradients[0]) == first.reduce_dtype
+        fits = first.even and first.direct and self._draft.buffers[gradients[0].buffer].dtype == first.reduce_dtype
         if len(bucket) == 1 and fits and not divides:
             return _Message(of, first, gradients[0], target)
         sent = target
@@ -279,15 +273,16 @@ class Reductions:
             self._draft.buffer("staging", m.of, m.sent.numel, m.first.reduce_dtype, "reduce_scatter") for m in launch
         ]
         self._draft.launch(name, "all_to_all", communicator, sources, staged)
-        group.sums.append(_Sums(first.num_shards, staged, targets))
+        name, stream = f"sum {group.label}", self._draft.reduced
+        issue_sum = partial(self._draft.local, name, "sum_parts", stream, staged, targets, parts=first.num_shards)
+        group.sums.append(issue_sum)
         group.spent += staged
 
     # ------------------------------------------------------------------------------------ steps 2 to 4, and the end
 
     def _await(self, group: _Group) -> None:
-        for sums in group.sums:
-            name = f"sum {group.label}"
-            self._draft.local(name, "sum_parts", self._draft.reduced, sums.staged, sums.targets, parts=sums.parts)
+        for issue_sum in group.sums:
+            issue_sum()
         for region in group.spent:
             self._draft.free(region)
         if group.carries:
@@ -314,11 +309,11 @@ class Reductions:
             self._draft.deliver(weight, delivered[weight])
 
     def _casts(self, bundle: Bundle, index: int) -> bool:
-        return self._draft.dtype(bundle.slices[index]) != self._program.weights[index].accum_dtype
+        return self._draft.buffers[bundle.slices[index].buffer].dtype != self._program.weights[index].accum_dtype
 
     def _output(self, index: int) -> Region:
         w = self._program.weights[index]
-        return self._draft.buffer("output", self._draft.weight(index), w.block_numel, w.accum_dtype, "compute", index)
+        return self._draft.buffer("output", self._draft.weights[index], w.block_numel, w.accum_dtype, "compute", index)
 
     def _all_reduce(self, bundles: list[Bundle]) -> None:
         """Launches the all-reduce of each bundle that has replicas, after all ops of the previous bundle."""

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .ops import Buffer, Op, Region, Slot
-from .parsing import parsed
 from .policy import Policy
 from .program import Program
-from .text import lines
+from .text import lines, parsed
 
 # Note [Whose memory]
 # The allocator of a device keeps memory by stream. Memory that was allocated on a stream returns to it when the host
@@ -64,8 +63,8 @@ class Schedule:
     def parse(cls, text: str) -> Schedule:
         """Returns the schedule of a text: ``Schedule.parse(str(schedule)) == schedule``.
 
-        Redundant parts are not read: counts, sizes in bytes, the fingerprint of the program, descriptions of events,
-        and comments. It does not check whether the schedule is safe; `check` does.
+        Redundant parts are not read: counts, sizes in bytes, the fingerprint, descriptions of events, and comments. It
+        does not check whether the schedule is safe; `check` does.
 
         Args:
             text: the text of ``str(schedule)``, possibly edited by hand.

@@ -1,8 +1,8 @@
-"""The text of a schedule: `lines` writes it, and `planning.parsing` reads it back.
+"""The text of a schedule: `lines` writes it, and `parsed` reads it back.
 
 Each buffer and each op has one line, so that `diff` shows the effect of a change of policy. The program is at the end.
-The text is exact: different schedules have different texts. Counts, sizes in bytes, the fingerprint, descriptions of
-events, and comments are redundant; they are written for the reader, and not parsed.
+The text is exact: different schedules have different texts. What is redundant is written for the reader only: see
+`Schedule.parse`.
 """
 
 from __future__ import annotations
@@ -10,32 +10,28 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from functools import lru_cache
+from dataclasses import replace
+from string import Formatter
+from typing import Any, Literal, get_args
 
-from .ops import (
-    Buffer,
-    Caller,
-    Compute,
-    Deliver,
-    Free,
-    Launch,
-    Local,
-    Op,
-    Region,
-    Slot,
-    itemsize,
-)
+from . import ops, tokens
+from .ops import Buffer, Communicator, Op, Region, Slot
 from .policy import Policy
-from .program import Event, Program, Unit, Weight
+from .program import COMPUTES, Event, Program, Unit, Weight
 
-QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-PLAIN_WORD = r"[A-Za-z0-9_.-]+"
-_ENDS = ("", "  ", ", ", " -> ", " as weight ", "[0:1]")
-"""What may follow a name."""
-NAME = re.compile(
-    rf"(?P<quoted>{QUOTED})|(?P<plain>(?!\(\)|\d+ bytes|buffer -?\d)[^\s'\"](?:.*?\S)??)"
-    r"(?=  |, | -> | as weight |\[-?\d+:-?\d+\]|$)"
+_FORMS: dict[str, tuple[type[Any], str]] = {
+    "free": (ops.Free, "free {buffer}"),
+    "deliver": (ops.Deliver, "deliver {region} as weight {weight}"),
+    "caller": (ops.Caller, "caller: -> {writes}"),
+    "event": (ops.Compute, "event {event}: {reads} -> {writes}"),
+    **dict.fromkeys(get_args(ops.Collective), (ops.Launch, "{collective} over {communicator}: {reads} -> {writes}")),
+    **dict.fromkeys(get_args(ops.LocalKind), (ops.Local, "{kind}{settings}: {reads} -> {writes}")),
+}
+"""By the first word of what an op does: its class, and the text of its fields, which `_Fields` writes and reads."""
+_FORM_OF = {kind: [part[:2] for part in Formatter().parse(form)] for kind, form in _FORMS.values()}
+_SETTINGS = (
+    r"( \((weights (?P<weights>-?\d+(, -?\d+)*))?(; )?((?P<parts>-?\d+) parts)?(; )?"
+    r"(divisor (?P<divisor>-?\d+))?\))?(?=: )"
 )
 _NOWHERE = Buffer("", "part", 0, "bool", "compute")
 """Stands for a buffer that does not exist: the text of a schedule that `check` refuses is exact, too."""
@@ -43,53 +39,87 @@ _NOWHERE = Buffer("", "part", 0, "bool", "compute")
 
 def lines(program: Program, policy: Policy, buffers: Sequence[Buffer], slots: Sequence[Slot]) -> Iterator[str]:
     """Yields the lines of the text."""
-    writer, events = _Writer(buffers), dict(enumerate(program.events))
-    ops = [op for slot in slots for op in slot.ops]
-    yield f"schedule of {len(program.events)} events: {len(buffers)} buffers, {len(ops)} ops"
+    writer, events = _Fields(buffers), dict(enumerate(program.events))
+    issued = [op for slot in slots for op in slot.ops]
+    yield f"schedule of {len(program.events)} events: {len(buffers)} buffers, {len(issued)} ops"
     yield f"program {program.fingerprint}"
     yield str(policy)
     yield ""
     yield from _table([_buffer_row(index, buffer) for index, buffer in enumerate(buffers)])
-    streams = max((len(op.stream) for op in ops), default=0)
-    names = max((len(_name(op.name)) for op in ops), default=0)
+    streams = max((len(op.stream) for op in issued), default=0)
+    names = max((len(tokens.name(op.name)) for op in issued), default=0)
     for slot in slots:
         event = events.get(slot.event)
         yield ""
-        yield f"{slot.when} {_name(program.describe(event)) if event else 'nothing'} (event {slot.event})"
+        yield f"{slot.when} {tokens.name(program.describe(event)) if event else 'nothing'} (event {slot.event})"
         step = ""
         for op in slot.ops:
             steps = event is not None and event.kind == "backward" and slot.when == "after"
             previous, step = step, writer.step(op) if steps else ""
             comment = f"  # {step}" if step and step != previous else ""
-            yield f"  {op.stream:{streams}}  {_name(op.name):{names}}  {writer.describe(op)}{comment}"
+            yield f"  {op.stream:{streams}}  {tokens.name(op.name):{names}}  {writer.write_op(op)}{comment}"
     for title, values in (("weights", program.weights), ("units", program.units), ("events", program.events)):
         yield ""
         yield title
-        yield from _table([(str(index), _call(value)) for index, value in enumerate(values)])
+        yield from _table([(str(index), tokens.call(value)) for index, value in enumerate(values)])
 
 
-@lru_cache(maxsize=4096)
-def _name(name: str) -> str:
-    """Returns the name; quoted as in Python if it could not be told from the text that may follow it."""
-    found = (NAME.match(name + end) for end in _ENDS)
-    return name if name.isprintable() and all(match and match["plain"] == name for match in found) else repr(name)
+def parsed(text: str) -> tuple[Program, Policy, tuple[Buffer, ...], tuple[Slot, ...]]:
+    """Returns the program, the policy, the buffers and the slots.
+
+    Raises:
+        ScheduleError: a line is wrong.
+    """
+    found = tokens.Lines(text)
+    found.line.take("schedule of ", "'schedule of'")
+    found.next().take(r"program\b", "'program' and a fingerprint")
+    policy = found.next().call(Policy)
+    found.next()
+    buffers = tuple(map(_read_buffer, found.numbered_rows()))
+    slots: list[Slot] = []
+    reader = _Fields(buffers)
+    while match := found.line.find(r"(before|after) .*\(event (-?\d+)\)$"):
+        found.next()
+        when: Literal["before", "after"] = "before" if match[1] == "before" else "after"
+        slots.append(Slot(int(match[2]), when, tuple(map(reader.read_op, found.rows()))))
+    found.title("weights", "'before' or 'after' and an event, or 'weights'")
+    weights = tuple(line.call(Weight) for line in found.numbered_rows())
+    found.title("units")
+    units = tuple(_read_unit(line, len(weights)) for line in found.numbered_rows())
+    found.title("events")
+    events = tuple(_read_event(line, len(units)) for line in found.numbered_rows())
+    found.line.take("$", "the end of the text")
+    return Program(weights, units, events), policy, buffers, tuple(slots)
 
 
-def _word(word: str) -> str:
-    return word if re.fullmatch(PLAIN_WORD, word) else repr(word)
+def _read_unit(line: tokens.Line, num_weights: int) -> Unit:
+    unit = line.call(Unit)
+    if not all(0 <= weight < num_weights for weight in unit.weights):
+        raise line.wrong(f"a unit of some of the {num_weights} weights above")
+    return unit
 
 
-def _call(value: Weight | Unit | Event) -> str:
-    """Returns the Python form of a value, without fields that have their default."""
-    found = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
-    shown = [f"{name}={given!r}" for name, given, default in found if given != default]
-    return f"{type(value).__name__}({', '.join(shown)})"
+def _read_event(line: tokens.Line, num_units: int) -> Event:
+    event = line.call(Event)
+    if (event.unit is not None) != (event.kind in COMPUTES) or not 0 <= (event.unit or 0) < max(num_units, 1):
+        raise line.wrong(f"an event, which has one of the {num_units} units above if it is a use of a unit")
+    return event
 
 
 def _buffer_row(index: int, buffer: Buffer) -> tuple[str, ...]:
     weight = "" if buffer.weight is None else f"weight {buffer.weight}"
-    size, numel = f"{buffer.size_bytes} bytes", f"{buffer.numel} {_word(buffer.dtype)}"
-    return (str(index), _name(buffer.name), buffer.kind, numel, size, buffer.stream, weight)
+    size, numel = f"{buffer.size_bytes} bytes", f"{buffer.numel} {tokens.word(buffer.dtype)}"
+    return (str(index), tokens.name(buffer.name), buffer.kind, numel, size, buffer.stream, weight)
+
+
+def _read_buffer(line: tokens.Line) -> Buffer:
+    name, _ = line.name("the name of a buffer"), line.find("  +")
+    kind: ops.BufferKind = line.option(get_args(ops.BufferKind), "a kind of buffer")
+    numel = int(line.take(r"  +(-?\d+) ", "its number of elements")[1])
+    dtype = line.word("a dtype")
+    line.take(r"  +-?\d+ bytes  +", "its size in bytes")
+    stream: ops.Stream = line.option(get_args(ops.Stream), "a stream")
+    return Buffer(name, kind, numel, dtype, stream, line.number("weight ") if line.find("  +(?=weight )") else None)
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -99,64 +129,119 @@ def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
         yield f"  {'  '.join(cells)}".rstrip()
 
 
-class _Writer:
-    """Writes ops on some buffers."""
+class _Fields:
+    """Writes and reads ops on some buffers: the fields of `_FORMS`, each in `_write` and in `_read`."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         counts = Counter(buffer.name for buffer in buffers)
         self._buffers = dict(enumerate(buffers))
-        self._names = {i: _name(buffer.name) for i, buffer in self._buffers.items() if counts[buffer.name] == 1}
+        self._indices = {buffer.name: i for i, buffer in self._buffers.items() if counts[buffer.name] == 1}
+        self._names = {i: tokens.name(name) for name, i in self._indices.items()}
 
-    def describe(self, op: Op) -> str:
+    def write_op(self, op: Op) -> str:
         """Returns the description of an op: what it does, its bytes, and its waits."""
-        waits = f", waits for {', '.join(map(_name, op.waits))}" if op.waits else ""
-        match op:
-            case Free():
-                what, size = f"free {op.buffer}", self._buffer(op.buffer).size_bytes
-            case Deliver():
-                what, size = f"deliver {self._region(op.region)} as weight {op.weight}", self._size(op.writes)
-            case _:
-                action, reads = _action(op), "" if isinstance(op, Caller) else f"{self._regions(op.reads)} "
-                what, size = f"{action}: {reads}-> {self._regions(op.writes)}", self._size(op.writes or op.reads)
-        return f"{what}, {size} bytes{waits}"
+        what = "".join(text + (self._write(field, op) if field else "") for text, field in _FORM_OF[type(op)])
+        waits = f", waits for {', '.join(map(tokens.name, op.waits))}" if op.waits else ""
+        freed = (Region(op.buffer, 0, self._buffer(op.buffer).numel),) if isinstance(op, ops.Free) else ()
+        touched = [(region.numel, self._buffer(region.buffer).dtype) for region in freed or op.writes or op.reads]
+        return f"{what}, {sum(numel * ops.itemsize(dtype) for numel, dtype in touched)} bytes{waits}"
 
-    def step(self, op: Op) -> str:
-        """Returns the step to which an op belongs: see Note [The four steps of a backward]."""
-        kind = self._buffer(op.buffer).kind if isinstance(op, Free) else op.kind if isinstance(op, Local) else ""
-        if op.stream == "gather" or kind == "accumulate":
-            return ""
-        fills = isinstance(op, Local) and all(self._buffer(region.buffer).kind == "reduce" for region in op.writes)
-        if op.stream == "all_reduce" and not fills:
-            return "step 4"
-        if isinstance(op, Deliver) or kind in ("scale", "reduce") or (op.stream, kind) == ("compute", "copy"):
-            return "step 3"
-        return "step 2" if isinstance(op, Free) or kind == "sum_parts" else "step 1"
+    def read_op(self, line: tokens.Line) -> Op:
+        """Reads an op: its stream, its name, and its description."""
+        stream = line.option(get_args(ops.Stream), "a stream")
+        line.take("  +", "two spaces")
+        name = line.name("the name of an op")
+        line.take("  +", "two spaces, and what the op does")
+        start = line.place
+        kind, _ = _FORMS[line.option(tuple(_FORMS), "what the op does")]
+        line.place = start
+        fields: dict[str, Any] = {}
+        for text, field in _FORM_OF[kind]:
+            fields |= self._read(line, text, field)
+        line.take(r", -?\d+ bytes", "', ' and a size in bytes")
+        waits: list[str] = []
+        while line.find(", " if waits else ", waits for "):
+            waits.append(line.name("the name of an op"))
+        line.find("  #.*")
+        return replace(kind(name=name, stream=stream, **fields), waits=tuple(waits))
 
-    def _buffer(self, index: int) -> Buffer:
-        return self._buffers.get(index, _NOWHERE)
+    def _write(self, field: str, op: Any) -> str:
+        match field:
+            case "reads" | "writes":
+                return ", ".join(map(self._region, getattr(op, field))) or "()"
+            case "region":
+                return self._region(op.region)
+            case "communicator":
+                return f"{op.communicator.purpose}@{'*'.join(map(tokens.word, op.communicator.axes))}"
+            case "settings":
+                shown = [f"weights {', '.join(map(str, op.weights))}"] if op.weights else []
+                shown += [f"{op.parts} parts"] if op.parts != 1 else []
+                shown += [f"divisor {op.divisor}"] if op.divisor != 1 else []
+                return f" ({'; '.join(shown)})" if shown else ""
+        return str(getattr(op, field))
 
-    def _regions(self, regions: Sequence[Region]) -> str:
-        return ", ".join(map(self._region, regions)) or "()"
+    def _read(self, line: tokens.Line, text: str, field: str | None) -> dict[str, Any]:
+        """Reads a text and the field after it. Returns the attributes of the op that the field has."""
+        if field in ("buffer", "event", "weight"):
+            return {field: line.number(text)}
+        line.take(re.escape(text), "', ' and another place that is read, or ' -> '" if text == " -> " else repr(text))
+        match field:
+            case "reads" | "writes":
+                return {field: self._read_regions(line)}
+            case "region":
+                return {field: self._read_region(line)}
+            case "communicator":
+                purpose: ops.Purpose = line.option(get_args(ops.Purpose), "a purpose")
+                line.take("@", "'@' and the axes")
+                axes: list[str] = []
+                while line.find(r"\*" if axes else "(?!:)"):
+                    axes.append(line.word("an axis"))
+                return {field: Communicator(purpose, tuple(axes))}
+            case "settings":
+                shown = line.take(_SETTINGS, "the fields of the op, as in (weights 0, 1; 2 parts; divisor 4), and ': '")
+                weights = tuple(map(int, shown["weights"].split(", "))) if shown["weights"] else ()
+                return {"weights": weights, "parts": int(shown["parts"] or 1), "divisor": int(shown["divisor"] or 1)}
+            case "collective" | "kind":
+                return {field: line.take(r"\w+", "what the op does")[0]}
+        return {}
+
+    def _read_regions(self, line: tokens.Line) -> tuple[Region, ...]:
+        if line.find(r"\(\)"):
+            return ()
+        found = [self._read_region(line)]
+        while line.find(r", (?!-?\d+ bytes)"):
+            found.append(self._read_region(line))
+        return tuple(found)
+
+    def _read_region(self, line: tokens.Line) -> Region:
+        expected = "the name of a buffer that is listed above, once"
+        start, at = line.place, line.find(r"buffer (-?\d+)")  # its name is not its own, or it does not exist
+        index = int(at[1]) if at else self._indices.get(line.name(expected))
+        if index is None:
+            line.place = start
+            raise line.wrong(expected)
+        part = line.find(r"\[(-?\d+):(-?\d+)\]")
+        if not part and index not in self._buffers:
+            raise line.wrong("elements of it, as in [0:4]")
+        return Region(index, int(part[1]), int(part[2])) if part else Region(index, 0, self._buffers[index].numel)
 
     def _region(self, region: Region) -> str:
         name = self._names.get(region.buffer, f"buffer {region.buffer}")
         whole = region == (region.buffer, 0, self._buffer(region.buffer).numel) and region.buffer in self._buffers
         return name if whole else f"{name}[{region.start}:{region.stop}]"
 
-    def _size(self, regions: Sequence[Region]) -> int:
-        return sum(region.numel * itemsize(self._buffer(region.buffer).dtype) for region in regions)
+    def _buffer(self, index: int) -> Buffer:
+        return self._buffers.get(index, _NOWHERE)
 
-
-def _action(op: Compute | Caller | Launch | Local) -> str:
-    match op:
-        case Compute():
-            return f"event {op.event}"
-        case Caller():
-            return "caller"
-        case Launch():
-            return f"{op.collective} over {op.communicator.purpose}@{'*'.join(map(_word, op.communicator.axes))}"
-        case Local():
-            shown = [f"weights {', '.join(map(str, op.weights))}"] if op.weights else []
-            shown += [f"{op.parts} parts"] if op.parts != 1 else []
-            shown += [f"divisor {op.divisor}"] if op.divisor != 1 else []
-            return f"{op.kind} ({'; '.join(shown)})" if shown else op.kind
+    def step(self, op: Op) -> str:
+        """Returns the step to which an op belongs: see Note [The four steps of a backward]."""
+        is_local = isinstance(op, ops.Local)
+        kind = self._buffer(op.buffer).kind if isinstance(op, ops.Free) else op.kind if is_local else ""
+        if op.stream == "gather" or kind == "accumulate":
+            return ""
+        fills = is_local and all(self._buffer(region.buffer).kind == "reduce" for region in op.writes)
+        if op.stream == "all_reduce" and not fills:
+            return "step 4"
+        if isinstance(op, ops.Deliver) or kind in ("scale", "reduce") or (op.stream, kind) == ("compute", "copy"):
+            return "step 3"
+        return "step 2" if isinstance(op, ops.Free) or kind == "sum_parts" else "step 1"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from typing import cast
 
 from .._errors import PolicyError, message
 from .messages import gathered_messages, is_received_in_place
 from .ops import itemsize
 from .policy import Policy, Release
-from .program import COMPUTES, Program
+from .program import Program
 
 # Note [The units near an event]
 # The units *near* event i are the first `depth + 1` different units that are used from i on. Units that need no gather
@@ -36,22 +37,19 @@ class Windows:
 
     Attributes:
         releases: for each unit, when its whole weights are dropped.
+        in_place: for each unit, whether it needs no gather.
         messages: for each unit, the weights of each message of its gather.
     """
 
     def __init__(self, program: Program, policy: Policy) -> None:
         self._program, self._policy = program, policy
         self.releases: tuple[Release, ...] = tuple(_release(program, policy, u) for u in range(len(program.units)))
-        self._in_place = [all(program.weights[w].shard_is_whole for w in unit.weights) for unit in program.units]
+        self.in_place = [all(program.weights[w].shard_is_whole for w in unit.weights) for unit in program.units]
         self.messages = [gathered_messages(program, u, policy) for u in range(len(program.units))]
-        self._costs = [0 if self.is_in_place(u) else self._cost(u) for u in range(len(program.units))]
+        self._costs = [self._cost(u) for u in range(len(program.units))]
         self._reserved = sum(cost for u, cost in enumerate(self._costs) if self.releases[u] != "forward")
         self._budget = policy.gather_budget_bytes - self._reserved
         self.near = cache(self._near)
-
-    def is_in_place(self, unit: int) -> bool:
-        """Returns whether a unit needs no gather."""
-        return self._in_place[unit]
 
     def _cost(self, unit: int) -> int:
         """Returns the bytes of a unit's whole weights, plus those of the messages that they are unpacked from."""
@@ -62,26 +60,19 @@ class Windows:
 
     def is_last_of_backward(self, unit: int, event: int) -> bool:
         """Returns whether a unit is not used between an event and the end of its backward."""
-        return unit not in self._until_end_backward(event + 1)
-
-    def _until_end_backward(self, event: int) -> Iterator[int]:
-        for later in self._program.events[event:]:
-            if later.kind == "end_backward":
-                return
-            if later.unit is not None:
-                yield later.unit
+        later = takewhile(lambda each: each.kind != "end_backward", self._program.events[event + 1 :])
+        return all(each.unit != unit for each in later)
 
     def _near(self, event: int) -> tuple[int, ...]:
         """Returns the units near an event, in the order of their use."""
         units: list[int] = []
         left, depth = self._budget, None
         for later in self._program.events[event:]:
-            if later.kind not in COMPUTES or later.unit is None:
+            if (unit := later.unit) is None:
                 continue
             if depth is None:
                 depth = self._policy.depth(later.kind)
-            unit = later.unit
-            if unit in units or self.is_in_place(unit):
+            if unit in units or self.in_place[unit]:
                 continue
             left -= self._costs[unit] if self.releases[unit] == "forward" else 0
             if units and left < 0:
@@ -113,19 +104,12 @@ _WHEN = {"forward": "after forward", "backward": "after backward", "never": "nev
 
 
 def _release(program: Program, policy: Policy, unit: int) -> Release:
-    for pattern, release in _overrides(policy):
-        if program.matches(unit, pattern):
-            return release
-    return policy.release
+    matching: Iterator[Release] = (r for pattern, r in _overrides(policy) if program.matches(unit, pattern))
+    return next(matching, policy.release)
 
 
 def _overrides(policy: Policy) -> tuple[tuple[str, Release], ...]:
     return cast(tuple[tuple[str, Release], ...], policy.release_overrides)  # a policy converts them
-
-
-def check_policy(program: Program, policy: Policy) -> None:
-    """Raises PolicyError if a policy contradicts itself for a program."""
-    Windows(program, policy).check_budget()
 
 
 def unmatched(program: Program, policy: Policy) -> list[str]:

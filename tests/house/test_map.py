@@ -74,7 +74,7 @@ def test_what_is_to_be_opened_exists() -> None:
 
 def test_a_dead_end_is_found() -> None:
     assert dead_ends(PAGE.replace("`planning/windows.py`", "`planning/window.py`"))
-    assert dead_ends(PAGE.replace("(`reduce_axes`)", "(`sum_axes_of`)")) == ["_values/layout.py sum_axes_of"]
+    assert dead_ends(PAGE.replace("(`reduce_axes`)", "(`sum_axes_of`)")) == ["_values/reduction_axes.py sum_axes_of"]
 
 
 def test_the_picture_has_the_rooms_of_the_contract_in_order() -> None:

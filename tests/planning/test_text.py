@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,6 +80,13 @@ def test_any_names_are_read_back(names: list[str], ordered: bool) -> None:
     slot = schedule.slots[0]
     ops = (replace(slot.ops[0], name=renamed, waits=(one, renamed)), *slot.ops[1:])
     assert_is_read_back(replace(schedule, buffers=buffers, slots=(replace(slot, ops=ops), *schedule.slots[1:])))
+
+
+def test_a_policy_with_numbers_of_numpy_is_read_back() -> None:
+    """numpy 2 writes them as ``np.float64(1e6)``: the policy holds plain ones."""
+    policy = Policy(pack_below_bytes=np.float64(1e3), gather_budget_bytes=np.float64(1e6))
+    assert {type(policy.pack_below_bytes), type(policy.gather_budget_bytes)} == {float}
+    assert_is_read_back(plan(layers(1, HSDP), policy))
 
 
 def test_zeros_and_odd_schedules_are_read_back() -> None:

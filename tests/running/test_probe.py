@@ -178,7 +178,7 @@ def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def links(mesh: hp.Mesh, **known: hp.Link) -> Iterator[None]:
     """Lets the mesh know the link of some axes; ``__`` stands between their names."""
-    keys = {(mesh, tuple(name.split("__"))): (control(mesh).generation, link) for name, link in known.items()}
+    keys = {(mesh, tuple(name.split("__"))): (control(mesh).standing.generation, link) for name, link in known.items()}
     _probe._links.update(keys)
     yield
     for key in keys:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import hpfunc as hp
 from hpfunc._values.layout import Gather, Layout
+from hpfunc._values.reduction_axes import reduce_axes, scatter_axes
 from tests.helpers import reference
 from tests.helpers.reference import Axes, Grid
 from tests.helpers.strategies import axes_of, entries, grids, shapes, spec
@@ -121,6 +122,6 @@ def test_a_data_axis_outside_of_one_that_stays_is_misplaced() -> None:
 def test_data_axes_are_split_into_those_that_cut_and_those_that_do_not() -> None:
     mesh = hp.Mesh(("replicate", "shard", "tp"), (2, 2, 2), ("replicate", "shard"), tuple(range(8)))
     layout = Layout((8, 8), hp.P("tp", "shard"), mesh)
-    assert (layout.gather_axes, layout.reduce_axes) == (("shard",), ("replicate",))
+    assert (scatter_axes(layout), reduce_axes(layout)) == (("shard",), ("replicate",))
     assert layout.gather(mesh.data_axes).axes == ("shard",)
     assert layout.gather(mesh.data_axes) is layout.gather(mesh.data_axes)

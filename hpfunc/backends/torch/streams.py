@@ -81,16 +81,12 @@ class HostStreams:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    self._finish_work(work, label, poll)
-                    return
+                    break
                 poll(label, time.perf_counter() - start)
-
-    def _finish_work(self, work: Any, label: str, poll: Poll) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            poll(label, 0.0)  # a peer that failed gives its groups up, which ends this: the board tells why
-            poll(f"{label}: {error}", float("inf"))
+            poll(label, error)  # a peer that failed gives its groups up, which ends this: the board tells why
             raise
 
 

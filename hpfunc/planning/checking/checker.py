@@ -15,21 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..._errors import ScheduleError, message
-from ..ops import (
-    ALIGN_BYTES,
-    COLLECTIVES,
-    Caller,
-    Communicator,
-    Compute,
-    Deliver,
-    Free,
-    Launch,
-    Local,
-    Op,
-    Region,
-    Slot,
-    itemsize,
-)
+from .. import ops
+from ..ops import Op, Region, Slot
 from ..program import COMPUTES
 from ..schedule import Schedule
 from .races import hidden_launches, unsafe_ops
@@ -120,10 +107,10 @@ def _malformed(schedule: Schedule) -> Iterator[tuple[str, str]]:
     for op in schedule.ops:
         for text in _bad_regions(schedule, op):
             yield op.name, text
-        if isinstance(op, Launch):
+        if isinstance(op, ops.Launch):
             for text in _bad_sizes(schedule, op, ranks.get(op.communicator.axes, 1)):
                 yield op.name, text
-        elif isinstance(op, Local) and not op.fits:
+        elif isinstance(op, ops.Local) and not op.fits:
             sizes = f"{len(op.reads)} reads and {len(op.writes)} writes of these sizes"
             yield op.name, f"{op.kind} cannot have {sizes}"
 
@@ -151,25 +138,25 @@ def _bad_slots(schedule: Schedule) -> Iterator[tuple[str, str]]:
     last: dict[int, Op] = {}
     for slot in schedule.slots:
         for op in slot.ops:
-            if isinstance(op, (Compute, Caller, Deliver)) and op.stream != "compute":
+            if isinstance(op, (ops.Compute, ops.Caller, ops.Deliver)) and op.stream != "compute":
                 yield op.name, f"is on stream {op.stream}, not on compute"
-            if isinstance(op, Compute) and (op is not slot.ops[-1] or not _belongs(schedule, op, slot)):
+            if isinstance(op, ops.Compute) and (op is not slot.ops[-1] or not _belongs(schedule, op, slot)):
                 yield op.name, "is not the last op before its event"
         if slot.ops and slot.when == "before":
             last[slot.event] = slot.ops[-1]
     for index, event in enumerate(events):
-        if event.kind in COMPUTES and not isinstance(last.get(index), Compute):
+        if event.kind in COMPUTES and not isinstance(last.get(index), ops.Compute):
             yield schedule.program.describe(event), "has no Compute before it"
 
 
-def _belongs(schedule: Schedule, op: Compute, slot: Slot) -> bool:
+def _belongs(schedule: Schedule, op: ops.Compute, slot: Slot) -> bool:
     return (op.event, "before") == (slot.event, slot.when) and schedule.program.events[op.event].kind in COMPUTES
 
 
 def _bad_communicators(schedule: Schedule, ranks: Mapping[Axes, int]) -> Iterator[tuple[str, str]]:
-    streams: dict[Communicator, str] = {}
+    streams: dict[ops.Communicator, str] = {}
     for op in schedule.ops:
-        if not isinstance(op, Launch):
+        if not isinstance(op, ops.Launch):
             continue
         stream = streams.setdefault(op.communicator, op.stream)
         if stream != op.stream:
@@ -179,23 +166,23 @@ def _bad_communicators(schedule: Schedule, ranks: Mapping[Axes, int]) -> Iterato
 
 
 def _bad_regions(schedule: Schedule, op: Op) -> Iterator[str]:
-    for region in (Region(op.buffer, 0, 0),) if isinstance(op, Free) else (*op.reads, *op.writes):
+    for region in (Region(op.buffer, 0, 0),) if isinstance(op, ops.Free) else (*op.reads, *op.writes):
         if not 0 <= region.buffer < len(schedule.buffers):
             yield f"names buffer {region.buffer}, which does not exist"
         elif not 0 <= region.start <= region.stop <= schedule.buffers[region.buffer].numel:
             yield f"reaches beyond its buffer: {schedule.name(region)}"
-    weights = op.weights if isinstance(op, Local) else (op.weight,) if isinstance(op, Deliver) else ()
+    weights = op.weights if isinstance(op, ops.Local) else (op.weight,) if isinstance(op, ops.Deliver) else ()
     for weight in weights:
         if not 0 <= weight < len(schedule.program.weights):
             yield f"names weight {weight}, which does not exist"
 
 
-def _bad_sizes(schedule: Schedule, op: Launch, ranks: int) -> Iterator[str]:
+def _bad_sizes(schedule: Schedule, op: ops.Launch, ranks: int) -> Iterator[str]:
     if len(op.reads) != len(op.writes) or not op.reads:
         yield f"sends {len(op.reads)} messages and receives {len(op.writes)}"
         return
     for read, write in zip(op.reads, op.writes, strict=True):
-        if not COLLECTIVES[op.collective].fits(read, write, ranks):
+        if not ops.COLLECTIVES[op.collective].fits(read, write, ranks):
             yield f"{op.collective} over {ranks} ranks from {schedule.name(read)} into {schedule.name(write)} cannot be"
         elif _dtype(schedule, read) != _dtype(schedule, write):
             yield f"sends {_dtype(schedule, read)} and receives {_dtype(schedule, write)}"
@@ -213,11 +200,11 @@ def report(schedule: Schedule) -> Report:
     ranks = num_ranks(schedule.program)
     launches, sent, written = Counter[str](), Counter[str](), Counter[str]()
     for op in schedule.ops:
-        if isinstance(op, Launch):
+        if isinstance(op, ops.Launch):
             launches[op.collective] += 1
             size_bytes = _size_bytes(schedule, op.reads)
-            sent[op.collective] += COLLECTIVES[op.collective].sent_bytes(size_bytes, ranks[op.communicator.axes])
-        elif isinstance(op, Local):
+            sent[op.collective] += ops.COLLECTIVES[op.collective].sent_bytes(size_bytes, ranks[op.communicator.axes])
+        elif isinstance(op, ops.Local):
             written[op.kind] += _size_bytes(schedule, op.writes)
     hidden = hidden_launches(schedule)
     return Report(*_peaks(schedule), dict(launches), hidden, dict(sent), dict(written))
@@ -226,11 +213,11 @@ def report(schedule: Schedule) -> Report:
 def _peaks(schedule: Schedule) -> tuple[int, str, int, int]:
     """Returns the first four attributes of a `Report`."""
     units = _units_of_buffers(schedule)
-    aligned = [-(-buffer.size_bytes // ALIGN_BYTES) * ALIGN_BYTES for buffer in schedule.buffers]
+    aligned = [-(-buffer.size_bytes // ops.ALIGN_BYTES) * ops.ALIGN_BYTES for buffer in schedule.buffers]
     live, live_bytes, peak_bytes, peak_at = set[int](), 0, 0, ""
     whole, whole_bytes, max_whole_units, max_whole_bytes = Counter[int](), 0, 0, 0
     for op in schedule.ops:
-        if isinstance(op, Free):
+        if isinstance(op, ops.Free):
             live.discard(op.buffer)
             live_bytes -= aligned[op.buffer]
             whole_bytes -= _whole_bytes(schedule, op.buffer)
@@ -238,7 +225,7 @@ def _peaks(schedule: Schedule) -> tuple[int, str, int, int]:
                 whole[unit] -= 1
                 if not whole[unit]:
                     del whole[unit]
-        elif not isinstance(op, (Caller, Deliver)):
+        elif not isinstance(op, (ops.Caller, ops.Deliver)):
             begun = {region.buffer for region in op.writes} - live
             live |= begun
             live_bytes += sum(aligned[buffer] for buffer in begun)
@@ -256,20 +243,20 @@ def _whole_bytes(schedule: Schedule, buffer: int) -> int:
 
 
 def _size_bytes(schedule: Schedule, regions: Iterable[Region]) -> int:
-    return sum(region.numel * itemsize(_dtype(schedule, region)) for region in regions)
+    return sum(region.numel * ops.itemsize(_dtype(schedule, region)) for region in regions)
 
 
 def _units_of_buffers(schedule: Schedule) -> dict[int, set[int]]:
     """Returns for each buffer the units whose whole weights it holds, or whose messages they are unpacked from."""
     units: defaultdict[int, set[int]] = defaultdict(set)
     for op in schedule.ops:
-        if isinstance(op, Compute):
+        if isinstance(op, ops.Compute):
             unit = schedule.program.events[op.event].unit
             for region in op.reads:
                 if unit is not None and schedule.buffers[region.buffer].kind == "whole":
                     units[region.buffer].add(unit)
     for op in schedule.ops:
-        if isinstance(op, Local) and op.kind == "unpack_wholes":
+        if isinstance(op, ops.Local) and op.kind == "unpack_wholes":
             for region in op.reads:
                 units[region.buffer] |= {unit for write in op.writes for unit in units[write.buffer]}
     return units

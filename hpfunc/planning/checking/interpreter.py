@@ -9,7 +9,7 @@ import heapq
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -35,7 +35,7 @@ from .reference import Array, Outcome, World, cut_blocks, join_blocks
 # that the memory is reused, and keeps the rest to detect writes into them. Before each event it overwrites all free
 # memory of the compute stream. Several steps run one after another, and no stream waits for the end of a step.
 
-Steps = Generator[Hashable | None, None, None]
+Steps = Iterator[Hashable | None]
 """The work of a stream. It yields None where it pauses, or what it waits for."""
 
 
@@ -259,11 +259,8 @@ class _Machine:
     def _local(self, at: _Place, op: Local) -> Steps:
         reads: list[Array] = []
         yield from self._read(at, op.reads, reads)
-        yield from self._write(at, op.writes, self._results(op, reads))
-
-    def _results(self, op: Local, reads: list[Array]) -> list[Array]:
         weights = [self._world.program.weights[weight] for weight in op.weights]
-        return _RESULTS[op.kind](op, weights, reads)
+        yield from self._write(at, op.writes, _RESULTS[op.kind](op, weights, reads))
 
     def _deliver(self, at: _Place, op: Deliver) -> Steps:
         """Reads a gradient twice: work of the caller may still be queued when the caller drops the gradient."""

@@ -60,8 +60,9 @@ def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
     """Yields name and reason for each op that races with an earlier one or misuses a buffer."""
     clocks = _clocks(schedule)
     lives = [_Life() for _ in schedule.buffers]
-    first = _begins(schedule)
-    if first is None:
+    first = next(schedule.ops, None)
+    if not isinstance(first, Caller):
+        first = None
         yield "begin", "the first op is not the caller's"
     for slot in schedule.slots:
         for op in slot.ops:
@@ -86,11 +87,6 @@ def _leaks(schedule: Schedule, lives: Sequence[_Life]) -> Iterator[Problem]:
         elif life.freed is None and not life.delivered:
             due = "not handed back to the caller" if buffer.kind == "shard" else "neither freed nor delivered"
             yield buffer.name, f"this buffer is {due}"
-
-
-def _begins(schedule: Schedule) -> Caller | None:
-    first = next(schedule.ops, None)
-    return first if isinstance(first, Caller) else None
 
 
 def _clocks(schedule: Schedule) -> _Clocks:
@@ -127,13 +123,9 @@ def hidden_launches(schedule: Schedule) -> int:
 
 def _uses(schedule: Schedule, op: Op, clock: Clock) -> list[_Use]:
     lane = _LANES[op.stream]
-    reads, writes = op.reads, op.writes
-    if isinstance(op, Free):
-        writes = (Region(op.buffer, 0, schedule.buffers[op.buffer].numel),)
-    elif isinstance(op, Deliver):
-        writes = (op.region,)
-    uses = [_Use(region, op, False, lane, clock[lane]) for region in reads]
-    return uses + [_Use(region, op, True, lane, clock[lane]) for region in writes]
+    freed = (Region(op.buffer, 0, schedule.buffers[op.buffer].numel),) if isinstance(op, Free) else ()
+    uses = [_Use(region, op, False, lane, clock[lane]) for region in op.reads]
+    return uses + [_Use(region, op, True, lane, clock[lane]) for region in freed or op.writes]
 
 
 def _misuse(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: Clock) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -34,7 +35,7 @@ class World:
         self._coordinates = list(product(*map(range, mesh_sizes.values())))
         self._divisors = math.lcm(*(weight.divisor for weight in program.weights))
         self._groups: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
-        self._noise: dict[tuple[int, ...], Array] = {}
+        self._numbers = cache(self._draw)
 
     @property
     def num_ranks(self) -> int:
@@ -68,11 +69,8 @@ class World:
         """Returns a number that shows whether the wholes of a unit are right; NaN if any element is."""
         return sum((index + 1) * float(whole @ np.arange(1, whole.size + 1)) for index, whole in enumerate(wholes))
 
-    def _numbers(self, numel: int, *key: int) -> Array:
-        if key not in self._noise:
-            generator = np.random.default_rng((self.seed, *key))
-            self._noise[key] = generator.integers(1, 9, numel).astype(np.float64)
-        return self._noise[key]
+    def _draw(self, numel: int, *key: int) -> Array:
+        return np.random.default_rng((self.seed, *key)).integers(1, 9, numel).astype(np.float64)
 
 
 @dataclass(slots=True)

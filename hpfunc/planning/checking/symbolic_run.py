@@ -8,37 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from ..ops import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Slot
 from ..program import COMPUTES, Program, segments
 from ..schedule import Schedule
-from .symbols import (
-    OWN,
-    WHOLE,
-    Axes,
-    Collectives,
-    Content,
-    Grad,
-    Nothing,
-    Param,
-    Piece,
-    Unknown,
-    Uses,
-    WrongError,
-    Zero,
-    added,
-    blocks,
-    cast,
-    chain,
-    cut,
-    finished,
-    join,
-    packed,
-    shard,
-    sum_axes,
-    summed_dtypes,
-)
+from . import symbols
+from .symbols import OWN, Axes, Content, Grad, Param, Piece, Unknown, Uses, WrongError
 
 
 def num_ranks(program: Program) -> dict[Axes, int]:
@@ -73,9 +49,8 @@ def scattered(schedule: Schedule, issued: Collection[str]) -> dict[int, Region]:
         for op in slot.ops:
             if op.name in issued:
                 run.step(slot, op)
-                gone |= (
-                    {op.buffer} if isinstance(op, Free) else {op.region.buffer} if isinstance(op, Deliver) else set()
-                )
+                if isinstance(op, (Free, Deliver)):
+                    gone |= {region.buffer for region in op.writes}
     kept = (i for i, buffer in enumerate(schedule.buffers) if buffer.kind in ("reduce", "carry") and i not in gone)
     return {weight: region for index in kept for weight, region in run.gradients(index)}
 
@@ -86,9 +61,9 @@ class _Run:
     def __init__(self, schedule: Schedule) -> None:
         self._program = schedule.program
         self._buffers = schedule.buffers
-        self._collectives = Collectives(schedule.program)
+        self._collectives = symbols.Collectives(schedule.program)
         self._num_ranks = num_ranks(schedule.program)
-        self._memory: list[Content] = [(Piece(Nothing(), buffer.numel),) for buffer in schedule.buffers]
+        self._memory: list[Content] = [(Piece(symbols.Nothing(), buffer.numel),) for buffer in schedule.buffers]
         self._segments = [delivered for delivered, _ in segments(schedule.program)]
         self._expected = _expected(schedule.program)
         self._first_uses = _first_uses(schedule.program)
@@ -101,10 +76,8 @@ class _Run:
                 self._compute(op)
             case Caller():
                 self._caller(slot, op)
-            case Launch():
-                self._launch(op)
-            case Local():
-                self._local(op)
+            case Launch() | Local():
+                self._transfer(op)
             case Free():
                 self._memory[op.buffer] = (Piece(Unknown(), self._buffers[op.buffer].numel),)
             case Deliver():
@@ -131,8 +104,8 @@ class _Run:
     def _read(self, region: Region) -> Content:
         content = self._memory[region.buffer]
         if region.numel != self._buffers[region.buffer].numel:
-            content = cut(content, region.start, region.stop)
-        if any(isinstance(piece.value, Nothing) for piece in content):
+            content = symbols.cut(content, region.start, region.stop)
+        if any(isinstance(piece.value, symbols.Nothing) for piece in content):
             raise WrongError(f"reads elements of {self._buffers[region.buffer].name} that were never written")
         return content
 
@@ -152,17 +125,11 @@ class _Run:
         if numel != region.numel:
             raise WrongError(f"writes {numel} elements into {region.numel} of {buffer.name}")
         if numel == buffer.numel:
-            self._memory[region.buffer] = join([content])
+            self._memory[region.buffer] = symbols.join([content])
             return
         old = self._memory[region.buffer]
-        after = cut(old, region.stop, buffer.numel)
-        self._memory[region.buffer] = join([cut(old, 0, region.start), content, after])
-
-    def _read_all(self, regions: Sequence[Region]) -> list[Content] | None:
-        """Returns the contents of the regions; None if a reported op has written them."""
-        contents = [self._read(region) for region in regions]
-        known = not any(isinstance(piece.value, Unknown) for content in contents for piece in content)
-        return contents if known else None
+        after = symbols.cut(old, region.stop, buffer.numel)
+        self._memory[region.buffer] = symbols.join([symbols.cut(old, 0, region.start), content, after])
 
     # ------------------------------------------------------------------------------------------------------------- ops
 
@@ -174,8 +141,8 @@ class _Run:
             made_here = self._program.weights[buffer.weight].origin is None
             if made_here and slot.event < self._first_uses.get(buffer.weight, 0):
                 raise WrongError(f"writes {buffer.name} before its unit is called: the step has not made it yet")
-            written = shard(self._program.weights[buffer.weight], buffer.weight, buffer.dtype)
-            self._write(region, (Piece(Nothing(), region.numel),) if region in self._given else written)
+            written = symbols.shard(self._program.weights[buffer.weight], buffer.weight, buffer.dtype)
+            self._write(region, (Piece(symbols.Nothing(), region.numel),) if region in self._given else written)
             self._given.add(region)
 
     def _compute(self, op: Compute) -> None:
@@ -183,7 +150,7 @@ class _Run:
         members = self._program.unit_of(event).weights
         for weight, region in zip(members, op.reads, strict=False):
             w = self._program.weights[weight]
-            whole = blocks(w, Param(weight, OWN, chain(w.shard_dtype, w.dtype)))
+            whole = symbols.blocks(w, Param(weight, OWN, symbols.chain(w.shard_dtype, w.dtype)))
             found = self._read(region)
             unknown = any(isinstance(piece.value, Unknown) for piece in found)
             if found != whole and not unknown:
@@ -199,23 +166,18 @@ class _Run:
 
     def _whole_gradient(self, weight: int, uses: Uses) -> Content:
         w = self._program.weights[weight]
-        return blocks(w, Grad(weight, OWN, summed_dtypes(w, uses), (uses,)))
+        return symbols.blocks(w, Grad(weight, OWN, symbols.summed_dtypes(w, uses), (uses,)))
 
-    def _launch(self, op: Launch) -> None:
-        contents = self._read_all(op.reads)
-        if contents is None:
-            self.spoil(op)
+    def _transfer(self, op: Launch | Local) -> None:
+        contents = [self._read(region) for region in op.reads]
+        if any(isinstance(piece.value, Unknown) for content in contents for piece in content):
+            self.spoil(op)  # the op that has written it is reported
             return
-        axes = op.communicator.axes
-        for region, content in zip(op.writes, contents, strict=True):
-            self._write(region, self._collectives.apply(op.collective, content, axes, self._num_ranks[axes]))
-
-    def _local(self, op: Local) -> None:
-        contents = self._read_all(op.reads)
-        if contents is None:
-            self.spoil(op)
-            return
-        results = self._results(op, contents)
+        if isinstance(op, Launch):
+            axes, num_ranks = op.communicator.axes, self._num_ranks[op.communicator.axes]
+            results = [self._collectives.apply(op.collective, content, axes, num_ranks) for content in contents]
+        else:
+            results = self._results(op, contents)
         if len(results) != len(op.writes):
             raise WrongError(f"has {len(results)} results and {len(op.writes)} writes")
         for region, content in zip(op.writes, results, strict=True):
@@ -224,9 +186,9 @@ class _Run:
     def _results(self, op: Local, contents: list[Content]) -> list[Content]:
         match op.kind:
             case "zero":
-                return [(Piece(Zero(), region.numel),) for region in op.writes]
+                return [(Piece(symbols.Zero(), region.numel),) for region in op.writes]
             case "copy":
-                return [cast(c, self._dtype(region)) for c, region in zip(contents, op.writes, strict=False)]
+                return [symbols.cast(c, self._dtype(region)) for c, region in zip(contents, op.writes, strict=False)]
             case "scale":
                 return [tuple(self._scaled(piece, op.divisor) for piece in content) for content in contents]
             case "own":
@@ -247,32 +209,38 @@ class _Run:
 
     def _scaled(self, piece: Piece, divisor: int) -> Piece:
         value = piece.value
-        if isinstance(value, Zero):
+        if isinstance(value, symbols.Zero):
             return piece
         if not isinstance(value, Grad) or value.rank != OWN:
             raise WrongError(f"scales what is not a block of a gradient: {value}")
         if divisor == 1:
             return piece
-        early = value.early or value.summed != sum_axes(self._program.weights[value.weight])
+        early = value.early or value.summed != symbols.sum_axes(self._program.weights[value.weight])
         divided = (*value.divided, (divisor, value.dtypes[-1]))
         return piece._replace(value=value._replace(divided=divided, early=early))
 
     def _owned(self, op: Local, contents: list[Content]) -> list[Content]:
         owned: list[Content] = []
         for weight, content, region in zip(op.weights, contents, op.writes, strict=True):
-            value = content[0].value if content else Grad(weight, OWN, (self._program.weights[weight].dtype,), ((),))
-            if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
-                raise WrongError(f"does not read the whole gradient of {self._program.weights[weight].name}")
-            casted = cast(content, self._dtype(region))
+            self._check_whole_gradient(weight, content)
+            casted = symbols.cast(content, self._dtype(region))
             owned.append(casted if op.divisor == 1 else tuple(self._scaled(piece, op.divisor) for piece in casted))
         return owned
+
+    def _check_whole_gradient(self, weight: int, content: Content) -> Grad:
+        """Returns the value of a whole gradient. Raises WrongError for other contents."""
+        w = self._program.weights[weight]
+        value = content[0].value if content else Grad(weight, OWN, (w.dtype,), ((),))
+        if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
+            raise WrongError(f"does not read the whole gradient of {w.name}")
+        return value
 
     def _accumulated(self, op: Local, contents: list[Content]) -> list[Content]:
         """Returns sums of an earlier and a later term. The order is checked, because it determines the bits."""
         pairs = list(zip(contents[::2], contents[1::2], strict=True))
         if not op.weights:
-            sums = [added(self._program.weights, *pair) for pair in pairs]
-            return [cast(total, self._dtype(region)) for total, region in zip(sums, op.writes, strict=True)]
+            sums = [symbols.added(self._program.weights, *pair) for pair in pairs]
+            return [symbols.cast(total, self._dtype(region)) for total, region in zip(sums, op.writes, strict=True)]
         return [self._one_more(weight, *pair) for weight, pair in zip(op.weights, pairs, strict=True)]
 
     def _one_more(self, weight: int, earlier: Content, later: Content) -> Content:
@@ -289,33 +257,30 @@ class _Run:
 
     def _packed_shards(self, op: Local, contents: list[Content]) -> Content:
         weights = [(self._program.weights[weight], weight) for weight in op.weights]
-        if contents != [shard(w, weight, w.shard_dtype) for w, weight in weights]:
+        if contents != [symbols.shard(w, weight, w.shard_dtype) for w, weight in weights]:
             raise WrongError("does not read the shards of its weights, in order")
         padded = ((Piece(Param(weight, OWN, (w.shard_dtype,)), w.block_numel),) for w, weight in weights)
-        return cast(join(padded), self._dtype(op.writes[0]))
+        return symbols.cast(symbols.join(padded), self._dtype(op.writes[0]))
 
     def _unpacked(self, op: Local, contents: list[Content]) -> list[Content]:
         weights = [self._program.weights[weight] for weight in op.weights]
-        values = [
-            Param(weight, OWN, chain(w.shard_dtype, w.dtype)) for weight, w in zip(op.weights, weights, strict=True)
-        ]
-        if contents != [packed(weights, values)]:
+        dtypes = [symbols.chain(w.shard_dtype, w.dtype) for w in weights]
+        values = [Param(weight, OWN, chain) for weight, chain in zip(op.weights, dtypes, strict=True)]
+        if contents != [symbols.packed(weights, values)]:
             raise WrongError("does not read the gathered blocks of its weights, in order")
-        return [blocks(w, value) for w, value in zip(weights, values, strict=True)]
+        return [symbols.blocks(w, value) for w, value in zip(weights, values, strict=True)]
 
     def _packed_gradients(self, op: Local, contents: list[Content]) -> Content:
         weights = [self._program.weights[weight] for weight in op.weights]
         values: list[Grad] = []
-        for weight, w, content in zip(op.weights, weights, contents, strict=False):
-            value = content[0].value if content else Grad(weight, OWN, (w.dtype,), ((),))
-            if not isinstance(value, Grad) or content != self._whole_gradient(weight, value.uses[0]):
-                raise WrongError(f"does not read the whole gradient of {w.name}")
-            dtypes = chain(*value.dtypes, self._dtype(op.writes[0]))
-            divided = ((op.divisor, WHOLE),) if op.divisor > 1 else ()
+        for weight, content in zip(op.weights, contents, strict=False):
+            value = self._check_whole_gradient(weight, content)
+            dtypes = symbols.chain(*value.dtypes, self._dtype(op.writes[0]))
+            divided = ((op.divisor, symbols.WHOLE),) if op.divisor > 1 else ()
             values.append(value._replace(dtypes=dtypes, divided=divided, early=bool(divided)))
         if not weights or len(contents) != len(weights) or len({w.num_shards for w in weights}) > 1:
             raise WrongError("does not read one gradient for each of its weights")
-        return packed(weights, values)
+        return symbols.packed(weights, values)
 
     def _deliver(self, slot: Slot, op: Deliver) -> None:
         segment = self._segments[slot.event] + (slot.when == "after" and self._ends(slot.event))
@@ -329,7 +294,7 @@ class _Run:
         content = self._read(op.region)
         if any(isinstance(piece.value, Unknown) for piece in content):
             return
-        right = finished(self._program, op.weight, *uses)
+        right = symbols.finished(self._program, op.weight, *uses)
         if content != right:
             raise WrongError(f"delivers for {weight.name} what is not its gradient: {_difference(content, right)}")
         self._same_dtype(op.region, weight.accum_dtype)
@@ -350,16 +315,9 @@ def _difference(content: Content, right: Content) -> str:
     """Returns the fields in which the content differs from the right one."""
     match content, right:
         case (Piece(Grad() as found),), (Piece(Grad() as wanted),):
-            fields = (
-                ("weight", found.weight, wanted.weight),
-                ("rank", found.rank, wanted.rank),
-                ("dtypes", found.dtypes, wanted.dtypes),
-                ("uses", found.uses, wanted.uses),
-                ("summed", sorted(found.summed), sorted(wanted.summed)),
-                ("divided", *_divisors(found, wanted)),
-                ("early", found.early, wanted.early),
-                ("source", found.source, wanted.source),
-            )
+            values, divided = (found, wanted), _divisors(found, wanted)
+            shown = [v._replace(summed=sorted(v.summed), divided=d) for v, d in zip(values, divided, strict=True)]
+            fields = zip(Grad._fields, *shown, strict=True)
             differ = [f"{name} is {is_}, not {due}" for name, is_, due in fields if is_ != due]
             return "; ".join(differ) or "other elements of it"
     return "several pieces, or no gradient"
@@ -380,8 +338,5 @@ def _expected(program: Program) -> dict[tuple[int, int], tuple[tuple[Uses, ...],
 
 def _first_uses(program: Program) -> dict[int, int]:
     """Returns the first event that uses each weight."""
-    first: dict[int, int] = {}
-    for index, event in enumerate(program.events):
-        for weight in program.unit_of(event).weights if event.kind in COMPUTES else ():
-            first.setdefault(weight, index)
-    return first
+    uses = [(index, program.unit_of(event)) for index, event in enumerate(program.events) if event.kind in COMPUTES]
+    return {weight: index for index, unit in reversed(uses) for weight in unit.weights}
