@@ -224,6 +224,14 @@ def test_a_problem_is_named_and_nothing_else_is(case: str) -> None:
     assert problems(facts) == [(name, verdict)]
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "remedy"), [(16, "export OMP_NUM_THREADS=2"), (8, "export OMP_NUM_THREADS=1"), (4, "start at most 4")]
+)
+def test_threads_are_shared_out_and_processes_if_there_is_not_one_core_for_each(num_cores: int, remedy: str) -> None:
+    rows = examine(replace(CUDA, num_cores=num_cores))
+    assert [row.remedy.startswith(remedy) for row in rows if row.name == "threads"] == [True]
+
+
 def test_a_backend_in_use_that_fails_is_wrong_with_its_reason() -> None:
     facts = replace(CPU, backends=LOADED | {"torch": Loading("fails", "OSError: libcuda.so.1")})
     assert problems(facts) == [("backend torch", "wrong"), ("backend", "wrong")]

@@ -237,6 +237,7 @@ def test_the_command_line_refuses_what_it_does_not_know(
         ("import hpfunc", Loading("loads")),
         ("raise OSError('libhccl.so: not found')", Loading("fails", "OSError: libhccl.so: not found")),
         ("import os; os.abort()", Loading("fails", "its import ends with SIGABRT")),
+        ("sys.exit(7)", Loading("fails", "exit code 7")),
     ],
 )
 def test_another_backend_is_tried_in_a_process_of_its_own(

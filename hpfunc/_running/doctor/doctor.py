@@ -14,7 +14,6 @@ from .comparison import Report, compare, report
 from .diagnosis import Diagnosis, Row
 from .examine import examine
 from .facts import Facts, size
-from .survey import survey
 
 _NAME = "hpfunc.doctor"
 
@@ -51,6 +50,8 @@ def doctor(mesh: Mesh | None = None) -> Diagnosis:
 
 def diagnose(mesh: Mesh | None = None, *, tries_all: bool = False) -> Diagnosis:
     """See `doctor`. With `tries_all` each backend that is installed is loaded, in a process of its own."""
+    from .survey import survey  # it loads much of Python's library, and few programs call it
+
     if mesh is not None and current_session() is not None:
         raise UsageError(message(_NAME, "it is called inside of a step", hint="call it before the step"))
     facts = survey(None if mesh is None else mesh.framework, tries_all=tries_all)

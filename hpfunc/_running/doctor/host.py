@@ -17,7 +17,7 @@ _SEGMENT = 4_194_660  # bytes of a segment of NCCL in /dev/shm, as in its error 
 _DOCKER = 64 << 20  # what a container gets if nobody says how much
 _RECOMMENDED = 1 << 30
 _PROCESS = 512 << 20  # what a process with torch and a small model takes
-_FILES_OF_A_PROCESS, _FILES_FOR_A_PEER = 256, 16
+_FILES_OF_A_PROCESS, _FILES_FOR_A_PEER = 256, 16  # 49 files were open on each of 4 ranks after a step with gloo
 _COARSE_S = 1e-6
 _BEFORE_S = 1_700_000_000  # in 2023: older than hpfunc
 
@@ -89,10 +89,9 @@ def _threads(facts: Facts) -> Iterator[Row]:
         return
     value = f"{first} for each of {num_local} ranks on {facts.num_cores} cores ({told})"
     if num_local > 1 and first * num_local > facts.num_cores:
-        fair = max(1, facts.num_cores // num_local)
-        yield Row(
-            "threads", value, "warn", f"export {name}={fair}: ranks that fight for cores are slower than any network"
-        )
+        fair = facts.num_cores // num_local
+        change = f"export {name}={fair}" if fair else f"start at most {facts.num_cores} processes on this machine"
+        yield Row("threads", value, "warn", f"{change}: ranks that fight for cores are slower than any network")
     else:
         yield Row("threads", value)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import socket
 import threading
 from pathlib import Path
@@ -65,6 +64,8 @@ def _container() -> tuple[int, int]:
 
 def limit(name: str) -> int:
     """Returns a limit of the process, as ``"RLIMIT_NOFILE"``."""
+    import resource  # not on every system
+
     soft, _ = resource.getrlimit(getattr(resource, name))
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 

@@ -110,7 +110,7 @@ def is_installed(name: str) -> bool:
     """Returns whether there is a package of this name. A folder without code, which Python would import, is none."""
     try:
         found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
+    except Exception:  # finders of others may raise anything
         return False
     return found is not None and found.origin is not None
 
@@ -118,7 +118,7 @@ def is_installed(name: str) -> bool:
 def _load(name: str) -> Loading:
     try:
         backends.get(name)
-    except Exception as error:  # a broken installation may raise anything
+    except (Exception, SystemExit) as error:  # a broken installation may raise anything
         cause = error.__cause__ or error
         return Loading("fails", _first_line(f"{type(cause).__name__}: {cause}"))
     return Loading("loads")
@@ -133,7 +133,8 @@ def _try_apart(name: str) -> Loading:
     if done.returncode == 0:
         return Loading("loads")
     if done.returncode < 0:
-        return Loading("fails", f"its import ends with {signal.Signals(-done.returncode).name}")
+        name = _attempt(lambda: signal.Signals(-done.returncode).name, f"signal {-done.returncode}")
+        return Loading("fails", f"its import ends with {name}")
     said = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
     return Loading("fails", _first_line(said))
 
