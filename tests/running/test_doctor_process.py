@@ -30,6 +30,7 @@ def value_of(diagnosis: hp.Diagnosis, name: str) -> str:
 
 
 def test_the_doctor_sees_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPFUNC_BACKEND", "torch")  # whatever other tests have imported
     monkeypatch.setenv("RANK", "nonsense")
     diagnosis = hp.doctor()
     assert diagnosis.is_wrong
@@ -62,6 +63,7 @@ def raises(*_: Any, **__: Any) -> Any:
 
 
 def test_nothing_that_is_broken_keeps_the_doctor_from_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPFUNC_BACKEND", "torch")
     for name in [
         name for name, value in vars(machine).items() if callable(value) and value.__module__ == machine.__name__
     ]:
