@@ -23,6 +23,8 @@ from ._errors import SpecError as SpecError
 from ._errors import UsageError as UsageError
 from ._running.context import record_timeline as record_timeline
 from ._running.context import use_mesh as use_mesh
+from ._running.doctor.diagnosis import Diagnosis as Diagnosis
+from ._running.doctor.doctor import doctor as doctor
 from ._running.link_probe import Link as Link
 from ._running.link_probe import probe as probe
 from ._running.make_mesh import make_mesh as make_mesh

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from .._errors import LeafError, MeshError, message
+from .installed import Installed
 from .protocol import Backend as Backend
 from .protocol import Counters as Counters
 from .unit_use import Inside as Inside
@@ -54,8 +55,24 @@ def get(name: str) -> Backend:
 
 def default() -> Backend:
     """Returns the backend that `HPFUNC_BACKEND` names, else the first that is imported already, else torch."""
+    return get(default_name())
+
+
+def default_name() -> str:
+    """Returns the name of `default`, without loading it. There may be no such backend."""
     named = os.environ.get("HPFUNC_BACKEND")
-    return get(named or next((name for name in _MODULES if name in sys.modules), "torch"))
+    return named or next((name for name in _MODULES if name in sys.modules), "torch")
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of all backends, which are also those of their packages."""
+    return tuple(_MODULES)
+
+
+def installed(name: str) -> Installed:
+    """Returns what the framework of a backend says of itself. Imports it, but starts no device."""
+    folder = _MODULES[name].partition(".")[0]
+    return importlib.import_module(f".{folder}.installed", __package__).installed()
 
 
 def of(function: str, leaves: Iterable[Any]) -> Backend:
