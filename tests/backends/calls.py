@@ -28,11 +28,11 @@ def calls(package: str, files: list[str], root: Path = ROOT) -> list[Call]:
     for file in files:
         tree = ast.parse((root / file).read_text())
         aliases = {name: full for name, full in imported(tree).items() if full.partition(".")[0] == package}
-        found += [Call(*call, f"{root.name}/{file}:{line}") for *call, line in _calls(tree, aliases)]
+        found += [Call(*call, f"{root.name}/{file}:{line}") for call, line in _calls(tree, aliases)]
     return found
 
 
-def _calls(tree: ast.Module, aliases: dict[str, str]) -> Iterator[tuple[Any, ...]]:
+def _calls(tree: ast.Module, aliases: dict[str, str]) -> Iterator[tuple[tuple[str, int, tuple[str, ...]], int]]:
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="partial"), args=[function, *args], keywords=keywords):
@@ -44,7 +44,7 @@ def _calls(tree: ast.Module, aliases: dict[str, str]) -> Iterator[tuple[Any, ...
         path = path_of(function, aliases)
         starred = any(isinstance(arg, ast.Starred) for arg in args) or any(keyword.arg is None for keyword in keywords)
         if path and not starred:
-            yield path, len(args), tuple(keyword.arg for keyword in keywords if keyword.arg), node.lineno
+            yield (path, len(args), tuple(keyword.arg for keyword in keywords if keyword.arg)), node.lineno
 
 
 def refusal(function: Any, call: Call) -> str:

@@ -407,7 +407,7 @@ def trees() -> None:
 
 @promise("holds a module's own tensors by name", "*._parameters", "*._buffers")
 def slots() -> None:
-    norm = nn.BatchNorm1d(2)
+    norm = cast(Any, nn.BatchNorm1d(2))
     slots = vars(norm)["_parameters"], vars(norm)["_buffers"]
     assert list(slots[0]) == ["weight", "bias"]
     slots[0]["weight"], slots[1]["running_mean"] = nn.Parameter(torch.zeros(2)), torch.full((2,), 5.0)
