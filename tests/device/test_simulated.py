@@ -117,7 +117,7 @@ def test_a_missing_wait_gives_a_wrong_number_and_is_reported() -> None:
         assert each.races == []
         assert bool((each.result[0] == 2).all())
     for each in observe(reads_elsewhere, False):
-        assert any(text.startswith("RAW: mul on side is not ordered after add_ on compute") for text in each.races), (
+        assert any(text.startswith("RAW: mul on side is not ordered after add on compute") for text in each.races), (
             each.races
         )
         assert not bool((each.result[0] == 2).all())
@@ -227,7 +227,7 @@ def reads_on_host(rank: int) -> list[torch.Tensor]:
         ("forgotten_work_wait", gathers, "is not ordered after all_gather on communicator test"),
         ("ignored_record_stream", records_a_stream, "WAR: malloc on compute"),
         ("early_reuse", reuses, "WAW: malloc on compute is not ordered after fill_ on side"),
-        ("early_collective", gathers, "RAW: all_gather on communicator test is not ordered after add_ on compute"),
+        ("early_collective", gathers, "RAW: all_gather on communicator test is not ordered after add on compute"),
         ("unsynchronized_read", reads_on_host, "RAW: item on host is not ordered after"),
     ],
 )
