@@ -90,5 +90,5 @@ format: $(READY) ## format the code and apply safe fixes
 
 .PHONY: clean
 clean: ## remove everything that is built, the virtual environment too
-	rm -rf $(VENV) build dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build tests/device/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

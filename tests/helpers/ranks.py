@@ -21,7 +21,8 @@ in the ranks too. `mesh_of` keeps its meshes, and hpfunc the process groups, for
 groups for each example is slow, and races.
 
 Ranks are forked from a server process that has imported torch and computed nothing: no thread of the test process
-can be inherited half. Ranks of ``pool(4, "mindspore")`` import MindSpore themselves: torch's must not have it.
+can be inherited half. Ranks of ``pool(4, "mindspore")`` import MindSpore themselves: torch's must not have it. Ranks of
+``pool(4, "simulated")`` have an accelerator, see `tests.device`.
 """
 
 from __future__ import annotations
@@ -186,7 +187,10 @@ def _context() -> Any:
 def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connection) -> None:
     import torch
 
-    if framework != "torch":
+    backends = "gloo"
+    if framework == "simulated":
+        backends = importlib.import_module("tests.device.harness").start()
+    elif framework != "torch":
         # Its log: errors only. What it writes about a graph that fails would go to the working directory.
         os.environ.update({"HPFUNC_BACKEND": framework, "GLOG_v": "3", "MS_OM_PATH": directory})
         importlib.import_module("hpfunc.backends").get(framework)  # before the first operator: it settles the threads
@@ -197,7 +201,7 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own use, on the first jvp
     # True of many models that are drawn at random, and small.
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
-    _join(rank, size, directory)
+    _join(rank, size, directory, backends)
     gc.freeze()  # a collection looks at what tests make, not each time at the 300,000 objects of the modules
     pipe.send_bytes(_dump(("returned", None)))  # it has started
     while True:
@@ -211,14 +215,14 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
         pipe.send_bytes(_dump(answer))
 
 
-def _join(rank: int, size: int, directory: str) -> None:
+def _join(rank: int, size: int, directory: str, backends: str) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
 
     store = dist.FileStore(str(Path(directory) / "store"), size)
     timeout = timedelta(seconds=START_S)  # they start at different times; meshes have a timeout of their own
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _dump(answer: tuple[str, Any]) -> bytes:

@@ -1,0 +1,162 @@
+"""What hpfunc promises everywhere, and a device makes hard: contexts in threads, failures, waits, copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hpfunc as hp
+from tests.device.cases import WIDTH, P, batch, block, chain, layers, plain_mesh, sharded_layers, train
+from tests.device.harness import device, observe, on_device
+from tests.helpers.ranks import mesh_of, outcome
+
+pytestmark = pytest.mark.processes
+
+
+# --- context variables in autograd's own threads ---------------------------------------------------------------------
+def checkpointed_psum(rank: int) -> list[torch.Tensor]:
+    """A unit with a collective of the caller, run again in backward."""
+    mesh = mesh_of((1, 2), ("shard", "tp"), ("shard",))
+
+    def parallel(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + hp.psum(torch.tanh(F.linear(hp.pvary(x, "tp"), p["w"])) @ p["w"], "tp")
+
+    unit = hp.unit(parallel, name="parallel")
+    params = hp.shard([{"w": p["w"]} for p in layers()], mesh, P("tp"))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return chain(params, x, lambda p, x: checkpoint(unit, p, x, use_reentrant=False))
+
+    return train(mesh, params, loss)
+
+
+def checkpointed_frozen(rank: int) -> list[torch.Tensor]:
+    """A frozen unit and one that trains, under one checkpoint."""
+    mesh = plain_mesh()
+    frozen = sharded_layers(mesh)
+    scales = hp.shard([{"s": torch.ones(WIDTH)} for _ in range(3)], mesh, P("shard"))
+    base, scale = hp.unit(block, name="base"), hp.unit(lambda p, x: x * p["s"], name="scale")
+
+    def loss(scales: Any, x: torch.Tensor, frozen: Any) -> torch.Tensor:
+        for p, q in zip(scales, frozen, strict=True):
+            x = checkpoint(lambda p, q, x: scale(p, base(q, x)), p, q, x, use_reentrant=False)
+        return x.square().mean()
+
+    return train(mesh, scales, loss, frozen, donates=False)
+
+
+@pytest.mark.parametrize("fn", [checkpointed_psum, checkpointed_frozen])
+def test_a_unit_that_runs_again_in_backward_knows_its_step(fn: Callable[..., Any]) -> None:
+    on_device(fn)
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+def a_peer_fails(rank: int) -> tuple[str, float]:
+    """Rank 1 raises in a step that rank 0 has enqueued."""
+    mesh = mesh_of((2,), ("shard",), None, 15.0)
+    params, count = sharded_layers(mesh), [0]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 4 and mesh.rank == 1:
+            raise ValueError("a bad batch")
+        return chain(params, x)
+
+    step = hp.sharded(hp.value_and_grad(loss), mesh, policy=hp.Policy(pack_below_bytes=0))
+
+    def steps() -> None:
+        for number in range(6):
+            value, _ = step(params, batch(mesh, number))
+            value.item()  # the host looks at its losses
+
+    begin = time.monotonic()
+    return outcome(steps), time.monotonic() - begin
+
+
+def test_a_failure_of_a_peer_is_noticed() -> None:
+    """The host never waits within a step, so it must look for failures elsewhere."""
+    (told, elapsed_s), (raised, _) = (each.result for each in observe(a_peer_fails))
+    assert "a bad batch" in raised
+    assert told.startswith("PeerError")
+    assert "a bad batch" in told
+    assert elapsed_s < 10
+
+
+def permutes_beside_a_silent_rank(rank: int) -> str:
+    """Rank 1 neither sends nor receives, in the first call of a group."""
+    mesh = mesh_of((2,), ("shard",), None, 5.0)
+    x = batch(mesh, 0)
+    return outcome(lambda: hp.ppermute(x, "shard", [(0, 0)], mesh=mesh).cpu())
+
+
+def test_a_permutation_in_which_a_rank_takes_no_part() -> None:
+    """The first call of a communicator meets all of its ranks, those that have nothing to send, too."""
+    assert [each.result for each in observe(permutes_beside_a_silent_rank)] == ["returned"] * 2
+
+
+# --- what a step costs -----------------------------------------------------------------------------------------------
+def followed_step(rank: int, records: bool) -> dict[str, dict[str, int]]:
+    """Returns what the device and the host did in one call that followed its plan."""
+    mesh = plain_mesh()
+    params, step = (
+        sharded_layers(mesh),
+        hp.sharded(hp.value_and_grad(chain), mesh, policy=hp.Policy(pack_below_bytes=0)),
+    )
+    for number in range(3):
+        step(params, batch(mesh, number))
+    return counted(lambda: step(params, batch(mesh, 3)) if not records else recorded(step, params, batch(mesh, 3)))
+
+
+def recorded(step: Any, params: Any, x: torch.Tensor) -> None:
+    with hp.record_timeline():
+        step(params, x)
+
+
+def counted(fn: Callable[[], Any]) -> dict[str, dict[str, int]]:
+    """Returns what was counted during a call."""
+    sim = device()
+    kinds = {"launches": sim.launches, "syncs": sim.syncs, "events": sim.events}
+    before = {kind: get() for kind, get in kinds.items()}
+    fn()
+    after = {kind: get() for kind, get in kinds.items()}
+    return {k: {n: c - before[k].get(n, 0) for n, c in after[k].items() if c != before[k].get(n, 0)} for k in kinds}
+
+
+def test_a_step_that_follows_its_plan_never_waits_on_the_host() -> None:
+    for each in observe(followed_step, False):
+        assert each.result["syncs"] == {}
+
+
+def test_a_timeline_does_not_wait_at_every_launch() -> None:
+    for each in observe(followed_step, True):
+        num_launches = sum(each.result["launches"].get(name, 0) for name in ("all_gather", "reduce_scatter"))
+        assert sum(each.result["syncs"].values()) < num_launches, each.result["syncs"]
+
+
+def test_events_are_recorded_where_somebody_waits_for_them() -> None:
+    for each in observe(followed_step, False):
+        events = each.result["events"]
+        assert events["recorded"] <= events["waited for"], events
+
+
+def buffers(rank: int) -> dict[str, dict[str, int]]:
+    mesh = plain_mesh()
+    torch.manual_seed(0)
+    apply, params = hp.from_module(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)))
+    params, evaluated = hp.shard(params, mesh, P("shard")), apply.eval()
+    step = hp.sharded(hp.value_and_grad(lambda p, x: evaluated(p, x).square().mean()), mesh)
+    for number in range(3):
+        step(params, batch(mesh, number))
+    x = batch(mesh, 3)
+    return counted(lambda: step(params, x))
+
+
+def test_buffers_of_a_module_are_copied_to_the_device_once() -> None:
+    for each in observe(buffers):
+        assert "copy to device" not in each.result["launches"], each.result["launches"]

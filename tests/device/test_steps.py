@@ -1,0 +1,37 @@
+"""hpfunc on an accelerator: no race, no wait that is missing, and the bits of the CPU, however slow a stream is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.device.cases import CASES
+from tests.device.harness import Conditions, observe, on_device
+
+pytestmark = pytest.mark.processes
+
+# By how much tasks of a stream are late, on average, in microseconds: there are far more of them on the first one.
+DELAYS = {"compute": 100, "gather": 1500, "reduce_scatter": 1500, "all_reduce": 1500}
+
+
+@pytest.mark.parametrize("slow", [None, *DELAYS])
+@pytest.mark.parametrize("name", CASES)
+def test_no_race_and_the_bits_of_a_cpu(name: str, slow: str | None) -> None:
+    fn, world = CASES[name]
+    on_device(fn, Conditions(delays={} if slow is None else {slow: DELAYS[slow]}), world=world)
+
+
+@pytest.mark.parametrize(
+    ("fault", "every"),
+    [
+        ("forgotten_event_wait", 3),
+        ("forgotten_work_wait", 5),
+        ("early_reuse", 1),
+        ("early_collective", 7),
+        ("unsynchronized_read", 1),
+    ],
+)
+def test_a_fault_of_the_device_would_be_found(fault: str, every: int) -> None:
+    """That no race is found above is not because nobody looks."""
+    fn, world = CASES["plain"]
+    for each in observe(fn, conditions=Conditions(faults={fault: every}), world=world):
+        assert each.races
