@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
 from typing import cast
@@ -104,8 +103,10 @@ _WHEN = {"forward": "after forward", "backward": "after backward", "never": "nev
 
 
 def _release(program: Program, policy: Policy, unit: int) -> Release:
-    matching: Iterator[Release] = (r for pattern, r in _overrides(policy) if program.matches(unit, pattern))
-    return next(matching, policy.release)
+    for pattern, release in _overrides(policy):
+        if program.matches(unit, pattern):
+            return release
+    return policy.release
 
 
 def _overrides(policy: Policy) -> tuple[tuple[str, Release], ...]:

@@ -59,8 +59,8 @@ class PlainWorld:
 
     def call(self, unit: int, weights: Any, x: Tensor) -> Any:
         fn, name = unit_function(self.case, self.case.units[unit], self), self.case.around.param_dtype
-        if self.casts and name:
-            fn = functools.partial(_casting, fn, getattr(torch, name))
+        if name:
+            fn = functools.partial(_casting, fn, getattr(torch, name) if self.casts else torch.float64)
         if self.checkpoints and self.case.units[unit].remat:
             return checkpoint(fn, weights, x, use_reentrant=False)  # with its casts: it keeps what it is given
         return fn(weights, x)
@@ -105,13 +105,15 @@ def judge(case: Case, num_calls: int, *, casts: bool = True, checkpoints: bool =
     """Returns what each call gives; a step with an update goes on from what the last one gave.
 
     Args:
-        casts: compute units in `param_dtype`, if there is one; else all in float64.
+        casts: compute units in `param_dtype`, if there is one, with arrays in their own dtypes; else all in float64.
         checkpoints: checkpoint where the step does. That changes no number, but what torch finds of writes in place.
 
     Raises:
         Exception: whatever plain torch raises.
     """
     wholes = {array.name: whole(case, array) for array in case.arrays}
+    if not casts:
+        wholes = _cast(wholes, torch.float64)
     if case.around.is_remade:
         wholes |= {array.name: 2 * wholes[array.name] for array in case.arrays if array.group == "a"}
     sums: dict[str, Tensor] = {}

@@ -291,3 +291,20 @@ def test_the_callers_do_write() -> None:
     assert len(refused) > 40
     assert len(results) - len(refused) > 40
     assert all(MODIFIED in text for text in refused)
+
+
+def test_a_write_beside_a_unit_that_the_loss_does_not_need_is_refused_in_our_words() -> None:
+    """Units run backward even if the loss does not depend on them, and so does what led to them."""
+    mesh = hp.make_mesh((1,), ("shard",))
+    scale = hp.unit(lambda p, x: x * p)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        hidden = scale(p, x)
+        scale(p, hidden * hidden)
+        hidden.add_(1)  # what was squared
+        return hidden.sum()
+
+    params, x = hp.shard(torch.ones(WIDTH, dtype=D), mesh, hp.P("shard")), torch.ones(WIDTH, dtype=D)
+    with pytest.raises(hp.UsageError, match="written to in place since; units run backward even if") as refusal:
+        hp.value_and_grad(loss)(params, x)
+    assert MODIFIED in str(refusal.value)

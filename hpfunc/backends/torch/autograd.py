@@ -329,5 +329,12 @@ class TorchTape:
         seeds += [torch.zeros_like(token) for token in tokens]
         if not roots:
             return [None] * len(self.leaves)
-        gradients = torch.autograd.grad(roots, [self._anchor, *self.leaves], seeds, allow_unused=True)
-        return list(gradients[1:])
+        try:
+            return list(torch.autograd.grad(roots, [self._anchor, *self.leaves], seeds, allow_unused=True)[1:])
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            rule = "a tensor that a backward needs was written to in place since; units run backward even if the loss"
+            rule += f" does not depend on them: {error}"
+            hint = "write out of place (`x = x + y` for `x += y`), or write into a clone"
+            raise UsageError(message("hpfunc.value_and_grad", rule, hint=hint)) from error

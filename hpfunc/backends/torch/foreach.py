@@ -52,7 +52,8 @@ class TorchForeach:
 
     @torch.no_grad()
     def scaled(self, xs: Tensors, factor: float | torch.Tensor | list[float]) -> list[torch.Tensor]:
-        return list(torch._foreach_mul(xs, factor))
+        # A product of two 0-dim tensors has the wider dtype of the two.
+        return [y.to(x.dtype) for x, y in zip(xs, torch._foreach_mul(xs, factor), strict=True)]
 
     @torch.no_grad()
     def added(self, xs: Tensors, ys: Tensors, factor: float = 1.0) -> list[torch.Tensor]:
