@@ -15,6 +15,7 @@ from . import ops
 from .ops import Buffer, BufferKind, Op, Region, Slot, Stream
 from .policy import Policy
 from .program import Event, Program
+from .queues import Queues, calls_share_queue, may_call_inside
 from .schedule import Schedule
 
 Regions = Sequence[Region]
@@ -41,11 +42,15 @@ class Draft:
         self._names: dict[str, int] = {}
         self._begun: set[int] = set()
         self._knows_caller = False  # whether an op of the compute stream follows all work of the caller so far
+        self._shares_calls = calls_share_queue(program, policy.communicators)
+        self._follows_calls = False
 
     def at(self, event: int, when: Literal["before", "after"]) -> None:
         """Sets the slot of the ops that follow."""
         self._slots.append((event, when, []))
-        self._knows_caller &= when == "after"
+        inside = self._shares_calls and when == "after" and may_call_inside(self.program, event)
+        self._follows_calls |= inside
+        self._knows_caller &= when == "after" and not inside
 
     @property
     def reduced(self) -> Stream:
@@ -79,11 +84,20 @@ class Draft:
         """Issues a `Caller`: the caller has written the shards of some weights, or may write them from now on."""
         self._issue(ops.Caller(self._unique(name), tuple(map(self.shard, weights))))
 
+    def call(self) -> None:
+        """Issues what precedes a collective of the caller. See Note [Queues of collectives]."""
+        if self._shares_calls:
+            self.caller("call")
+            self._follows_calls = True
+
     def launch(
         self, name: str, collective: ops.Collective, communicator: ops.Communicator, reads: Regions, writes: Regions
     ) -> None:
         """Issues collectives on the stream of the communicator's purpose, so that no communicator is on two streams."""
         stream = communicator.purpose
+        if self._follows_calls and not self._knows_caller:
+            self.caller("now")
+        self._follows_calls = False
         self._issue(ops.Launch(self._unique(name), collective, communicator, stream, tuple(reads), tuple(writes)))
 
     def local(
@@ -104,7 +118,8 @@ class Draft:
     def schedule(self) -> Schedule:
         """Returns the schedule."""
         slots = [Slot(event, when, tuple(issued)) for event, when, issued in self._slots if issued]
-        return Schedule(self.program, self.policy, tuple(self.buffers), derive_waits(slots, self.buffers))
+        queues = Queues(self.program, self.policy.communicators)
+        return Schedule(self.program, self.policy, tuple(self.buffers), derive_waits(slots, self.buffers, queues))
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -154,12 +169,14 @@ Clock = list[int]
 _LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
 
 
-def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer]) -> tuple[Slot, ...]:
-    """Returns the slots with the fewest waits that order each op after all earlier ops with which it conflicts."""
-    waits, derived = _Waits(buffers), list[Slot]()
+def derive_waits(slots: Iterable[Slot], buffers: Sequence[Buffer], queues: Queues | None = None) -> tuple[Slot, ...]:
+    """Returns the slots with the fewest waits that order each op after all earlier ops with which it conflicts.
+
+    With `queues` launches also wait for those before them in their queue.
+    """
+    waits, derived = _Waits(buffers, queues), list[Slot]()
     for slot in slots:
-        if slot.when == "before":
-            waits.computed = None
+        waits.enter(slot)
         derived.append(replace(slot, ops=tuple(map(waits.ordered, slot.ops))))
     return tuple(derived)
 
@@ -173,40 +190,46 @@ class _Issued(NamedTuple):
 
 
 class _Waits:
-    """The ops issued so far, with their regions and clocks.
+    """The ops issued so far, with their regions and clocks."""
 
-    Attributes:
-        computed: the last op of the compute stream, if the caller has done nothing of its own since.
-    """
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.computed: int | None = None
-        self._buffers = buffers
+    def __init__(self, buffers: Sequence[Buffer], queues: Queues | None) -> None:
+        self._buffers, self._queues = buffers, queues
+        self._computed: int | None = None  # the last op of the compute stream, if the caller has done nothing since
         self._issued: list[_Issued] = []
         self._last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
         self._uses: defaultdict[int, list[tuple[Region, bool, int]]] = defaultdict(list)
         """By buffer: regions that were touched, whether they were written, and by which op."""
 
+    def enter(self, slot: Slot) -> None:
+        """The ops of a slot follow."""
+        if slot.when == "before":
+            self._computed = None
+        if self._queues:
+            self._queues.enter(slot)
+
     def ordered(self, op: Op) -> Op:
         """Issues an op, and returns it with its waits, which replace those that it has already."""
-        index, lane, names = len(self._issued), _LANES[op.stream], list[str]()
-        begins_foreign = bool(_owners(op, self._buffers, self._uses))
-        conflicts = self._conflicts(index, op)
-        if begins_foreign and self.computed is not None:
-            conflicts.add(self.computed)
+        index, lane, names, queues = len(self._issued), _LANES[op.stream], list[str](), self._queues
+        follows_caller = bool(_owners(op, self._buffers, self._uses) or (queues and queues.follows_calls(op)))
+        conflicts, queued = self._conflicts(index, op), queues.before(op) if queues else []
+        if follows_caller and self._computed is not None:
+            conflicts.add(self._computed)
         if self._issued:
             conflicts.add(0)  # the first op of the step; redundant after the first op of a stream
         if op.stream == "compute":
-            self.computed = index
+            self._computed = index
         clock = self._last[lane].copy()
         # The latest first: its clock may cover the others.
-        for other in (self._issued[i] for i in sorted(conflicts - {index}, reverse=True)):
-            if clock[other.lane] < other.clock[other.lane] and other.lane != lane:
+        for i in (*queued, *sorted(conflicts - {index, *queued}, reverse=True)):
+            other = self._issued[i]
+            if (i in queued or clock[other.lane] < other.clock[other.lane]) and other.lane != lane:
                 names.append(other.name)
                 clock = list(map(max, clock, other.clock))
         clock[lane] += 1
         self._last[lane] = clock
         self._issued.append(_Issued(op.name, lane, clock))
+        if queues:
+            queues.issued(op, index)
         waits = tuple(reversed(names))
         return op if op.waits == waits else replace(op, waits=waits)
 

@@ -25,9 +25,12 @@ class Traits:
         ordered_sums: sums are formed locally, in rank order, from exchanged parts. gloo needs this: its own
             reduce-scatter sends twice the bytes, and with three or more ranks the bits of its all-reduce depend on the
             position in the buffer.
+        communicators: how many collectives may be in flight at one time, if `Policy.communicators` does not say it;
+            None is any number.
     """
 
     ordered_sums: bool = False
+    communicators: int | None = None
 
 
 def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedule:
@@ -66,6 +69,8 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
     """
     if policy.pack_below_bytes is None:
         policy = replace(policy, pack_below_bytes=PACK_BELOW_BYTES)
+    if policy.communicators is None:
+        policy = replace(policy, communicators=traits.communicators)
     windows = Windows(program, policy)
     windows.check_budget()
     draft = Draft(program, policy, ordered_sums=traits.ordered_sums)
@@ -83,6 +88,8 @@ def plan(program: Program, policy: Policy, traits: Traits = Traits()) -> Schedul
             gathers.after(index)
             if event.kind == "backward":
                 reductions.after(index, writes)
+        elif event.kind == "collective":
+            draft.call()
         elif event.kind == "end_backward":
             reductions.end(index)
         elif event.kind == "end_step":

@@ -35,6 +35,9 @@ class Policy:
             the name of the argument); the first matching pattern wins.
         reduce_bucket_bytes: consecutive units of a backward share a reduce buffer, and so one all-reduce, until it
             holds this many bytes. With 0 each unit has its own, with ``math.inf`` all units share one.
+        communicators: most collectives that are in flight at one time, the caller's own (`psum`) included. With fewer
+            than there are streams for them, launches wait for one another in one order. None means what the backend
+            promises: any number on gloo, 1 on NCCL and HCCL.
 
     Raises:
         PolicyError: a field has a value outside of its range.
@@ -52,6 +55,7 @@ class Policy:
     gather_budget_bytes: float = math.inf
     release_overrides: Sequence[tuple[str, Release]] | Mapping[str, Release] = ()
     reduce_bucket_bytes: float = 0
+    communicators: int | None = None
 
     @classmethod
     def zero1(cls, **fields: Any) -> Policy:
@@ -73,9 +77,11 @@ class Policy:
         return self.prefetch if kind == "forward" or self.prefetch_backward is None else self.prefetch_backward
 
     def __post_init__(self) -> None:
-        _check_depth("prefetch", self.prefetch)
+        _check_integer("prefetch", self.prefetch)
         if self.prefetch_backward is not None:
-            _check_depth("prefetch_backward", self.prefetch_backward)
+            _check_integer("prefetch_backward", self.prefetch_backward)
+        if self.communicators is not None:
+            _check_integer("communicators", self.communicators, least=1)
         _check_release("release", self.release)
         for field, hint in _BYTES.items():
             if (value := getattr(self, field)) is not None or field != "pack_below_bytes":
@@ -96,9 +102,9 @@ _BYTES = {
 """Fields that are numbers of bytes, and the remedy for a wrong one."""
 
 
-def _check_depth(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PolicyError(message(_NAME, f"{field} must be an integer >= 0, got {value!r}"))
+def _check_integer(field: str, value: Any, least: int = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PolicyError(message(_NAME, f"{field} must be an integer >= {least}, got {value!r}"))
 
 
 def _check_release(field: str, value: Any) -> None:

@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "gather_budget_bytes": 40_000,
     "release_overrides": {"layer1": "never"},
     "reduce_bucket_bytes": math.inf,
+    "communicators": 1,
 }
 
 

@@ -20,6 +20,7 @@ from ..ops import Op, Region, Slot
 from ..program import COMPUTES
 from ..schedule import Schedule
 from .races import hidden_launches, unsafe_ops
+from .room import crowded
 from .symbolic_run import num_ranks, wrong_meanings
 from .symbols import Axes
 
@@ -61,11 +62,13 @@ class Report:
     local_bytes: Mapping[str, int]
 
 
-def check(schedule: Schedule) -> Report:
+def check(schedule: Schedule, *, communicators: int | None = None) -> Report:
     """Proves that a schedule is safe to run with any timing, and computes its costs.
 
     Args:
         schedule: any schedule, from the planner or not.
+        communicators: how many collectives a device has room for at one time. None means the number in the schedule's
+            policy; if that is None, too, any number.
 
     Returns:
         The costs for one rank.
@@ -83,17 +86,19 @@ def check(schedule: Schedule) -> Report:
     >>> report.peak_bytes, report.peak_at, dict(report.sent_bytes)
     (2048, 'backward layer', {'all_gather': 768, 'reduce_scatter': 768})
     """
-    if violations := find_violations(schedule):
+    if violations := find_violations(schedule, communicators=communicators):
         raise ScheduleError(message("hpfunc.check", "the schedule is not safe to run", map(str, violations)))
     return report(schedule)
 
 
-def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Returns all violations of a schedule; none if it is safe."""
+def find_violations(schedule: Schedule, *, communicators: int | None = None) -> tuple[Violation, ...]:
+    """Returns all violations of a schedule; none if it is safe. See `check`."""
     malformed = tuple(Violation(*found) for found in _malformed(schedule))
     if malformed:
         return malformed  # the other checks need a well formed schedule
-    return tuple(Violation(*found) for found in [*unsafe_ops(schedule), *wrong_meanings(schedule)])
+    room = communicators or schedule.policy.communicators
+    hanging = crowded(schedule, room) if room is not None else ()
+    return tuple(Violation(*found) for found in [*unsafe_ops(schedule), *hanging, *wrong_meanings(schedule)])
 
 
 # --------------------------------------------------------------------------------------------------------- well formed

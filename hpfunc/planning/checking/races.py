@@ -25,8 +25,8 @@ Problem = tuple[str, str]
 
 
 Clock = list[int]
-_LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
-_COMPUTE = _LANES["compute"]
+LANES: dict[Stream, int] = {stream: lane for lane, stream in enumerate(get_args(Stream))}
+COMPUTE = LANES["compute"]
 
 
 class _Use(NamedTuple):
@@ -49,7 +49,7 @@ class _Life:
     delivered: list[_Use] = field(default_factory=list)
 
 
-class _Clocks(NamedTuple):
+class Clocks(NamedTuple):
     """For each op its clock, and the position of the compute stream when the op was issued."""
 
     known: dict[str, Clock]
@@ -58,7 +58,7 @@ class _Clocks(NamedTuple):
 
 def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
     """Yields name and reason for each op that races with an earlier one or misuses a buffer."""
-    clocks = _clocks(schedule)
+    known, computed = clocks(schedule)
     lives = [_Life() for _ in schedule.buffers]
     first = next(schedule.ops, None)
     if not isinstance(first, Caller):
@@ -66,12 +66,12 @@ def unsafe_ops(schedule: Schedule) -> Iterator[Problem]:
         yield "begin", "the first op is not the caller's"
     for slot in schedule.slots:
         for op in slot.ops:
-            clock = clocks.known[op.name]
-            if first is not None and clock[_COMPUTE] < clocks.known[first.name][_COMPUTE]:
+            clock = known[op.name]
+            if first is not None and clock[COMPUTE] < known[first.name][COMPUTE]:
                 yield op.name, "is not ordered after the beginning of the step"
             for use in _uses(schedule, op, clock):
                 life = lives[use.region.buffer]
-                for text in _misuse(schedule, use, life, clocks.computed[op.name], clock):
+                for text in _misuse(schedule, use, life, computed[op.name], clock):
                     yield op.name, text
                 for earlier in _races(use, life, clock):
                     name = schedule.name(use.region)
@@ -89,16 +89,17 @@ def _leaks(schedule: Schedule, lives: Sequence[_Life]) -> Iterator[Problem]:
             yield buffer.name, f"this buffer is {due}"
 
 
-def _clocks(schedule: Schedule) -> _Clocks:
-    found = _Clocks({}, {})
-    last: list[Clock] = [[0] * len(_LANES) for _ in _LANES]
+def clocks(schedule: Schedule) -> Clocks:
+    """Returns what happens before each op of a well formed schedule."""
+    found = Clocks({}, {})
+    last: list[Clock] = [[0] * len(LANES) for _ in LANES]
     for slot in schedule.slots:
         if slot.when == "before":
-            last[_COMPUTE] = last[_COMPUTE].copy()
-            last[_COMPUTE][_COMPUTE] += 1  # the caller's own work
+            last[COMPUTE] = last[COMPUTE].copy()
+            last[COMPUTE][COMPUTE] += 1  # the caller's own work
         for op in slot.ops:
-            found.computed[op.name] = last[_COMPUTE][_COMPUTE]
-            lane = _LANES[op.stream]
+            found.computed[op.name] = last[COMPUTE][COMPUTE]
+            lane = LANES[op.stream]
             clock = last[lane].copy()
             for name in op.waits:
                 clock = list(map(max, clock, found.known[name]))
@@ -109,20 +110,20 @@ def _clocks(schedule: Schedule) -> _Clocks:
 
 def hidden_launches(schedule: Schedule) -> int:
     """Returns the number of launches that may still be in flight while the next compute op runs."""
-    clocks = _clocks(schedule).known
+    known = clocks(schedule).known
     count, waiting = 0, list[Launch]()
     for op in schedule.ops:
         if isinstance(op, Launch):
             waiting.append(op)
         elif isinstance(op, Compute):
-            clock, lanes = clocks[op.name], [(launch.name, _LANES[launch.stream]) for launch in waiting]
-            count += sum(clock[lane] < clocks[name][lane] for name, lane in lanes)
+            clock, lanes = known[op.name], [(launch.name, LANES[launch.stream]) for launch in waiting]
+            count += sum(clock[lane] < known[name][lane] for name, lane in lanes)
             waiting = []
     return count
 
 
 def _uses(schedule: Schedule, op: Op, clock: Clock) -> list[_Use]:
-    lane = _LANES[op.stream]
+    lane = LANES[op.stream]
     freed = (Region(op.buffer, 0, schedule.buffers[op.buffer].numel),) if isinstance(op, Free) else ()
     uses = [_Use(region, op, False, lane, clock[lane]) for region in op.reads]
     return uses + [_Use(region, op, True, lane, clock[lane]) for region in freed or op.writes]
@@ -165,7 +166,7 @@ def _miswrite(schedule: Schedule, use: _Use, life: _Life, computed: int, clock: 
     elif not life.born and op.stream != buffer.stream:
         if buffer.stream != "compute":
             yield f"begins {buffer.name} on stream {op.stream}, which belongs to stream {buffer.stream}"
-        elif clock[_COMPUTE] < computed:
+        elif clock[COMPUTE] < computed:
             yield f"begins {buffer.name} on stream {op.stream}, but is not ordered after what the caller has done"
     if isinstance(op, (Compute, Launch, Local)) and not _in_place(op):
         same = isinstance(op, Local) and op.kind == "accumulate"  # may add to one of its reads
