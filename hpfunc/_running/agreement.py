@@ -145,6 +145,7 @@ class Control:
         if len(self.ranks) > 1 and not self.standing.is_broken:
             self.standing.is_broken = True
             self.note("failed", f"{type(error).__name__}: {error}")
+            self.backend.fail()
 
     def _recover(self) -> None:
         if (standing := self.standing).is_broken:

@@ -10,15 +10,15 @@ from .. import backends
 from .._values.layout import Gather
 from .._values.mesh import Mesh
 from .._values.numerics import check_sums
-from ..backends.protocol import Collective, Purpose
+from ..backends.protocol import Collective, Pending, Purpose
 from ..planning.program import sums_overflow
 from .agreement import control
 from .blocks import block_numel, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 
 Tensor = Any
 _SUMMED_BY_LIBRARIES = {
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    *("int8", "uint8", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+    *("int8", "int32", "int64"),
 }
 
 
@@ -46,10 +46,10 @@ class Comm:
         """Returns the communicator; made on first use."""
         return self.backend.group(self.mesh.group(self.axes), self.purpose, self.mesh.device, self.mesh.timeout_s)
 
-    def awaited(self, what: str, work: Callable[[], Any]) -> Any:
+    def awaited(self, what: str, work: Callable[[], Any], *, is_timed: bool = False) -> Pending:
         """Issues `work` on the compute stream, and awaits it. Returns it as the backend's streams do."""
         streams, poll = self.backend.streams(self.mesh.device), control(self.mesh).poll
-        pending = streams.issue(f"{what} {self.label}", "compute", (), work, poll)
+        pending = streams.issue(f"{what} {self.label}", "compute", (), work, poll, is_timed=is_timed)
         streams.wait(pending, poll)
         return pending
 

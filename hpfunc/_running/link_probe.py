@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from statistics import median, median_high
 from typing import Any
@@ -147,8 +146,8 @@ def _median_s(channel: Comm, whole_bytes: int, count: int) -> float:
 
 
 def _gather_s(channel: Comm, send: Any, receive: Any) -> float:
-    start = time.perf_counter()
-    # `awaited` blocks on a host. On a device it is only an edge between streams, and `when_done` blocks.
-    pending = channel.awaited("probe", lambda: channel.backend.launch("all_gather", channel.group(), [send], [receive]))
-    pending.when_done(lambda: None)
-    return time.perf_counter() - start
+    def work() -> Any:
+        return channel.backend.launch("all_gather", channel.group(), [send], [receive])
+
+    pending = channel.awaited("probe", work, is_timed=True)
+    return pending.completed.seconds_after(pending.begun)

@@ -6,12 +6,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from .._values.layout import Gather
+from .._values.mesh import Mesh
 from ..planning.checking.symbolic_run import scattered
 from ..planning.leaving import to_finish
-from ..planning.ops import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Region
+from ..planning.ops import Caller, Communicator, Compute, Deliver, Free, Launch, Local, Op, Purpose, Region
 from ..planning.schedule import Schedule
 from .blocks import Copy, gradient_copy, local_view, shard_copy, whole_copies, whole_view
 from .channel import comm
@@ -73,6 +74,15 @@ def _work(op: Op) -> Callable[[Planned, Any], Any] | None:
     return None if isinstance(op, Compute) else getattr(Planned, f"_{name}")
 
 
+def make_groups(schedule: Schedule, mesh: Mesh) -> None:
+    """Makes the groups of a schedule, on all ranks in one order, before a collective of it is in flight.
+
+    Communication: on a device one small all-reduce for each new group.
+    """
+    for communicator in dict.fromkeys(op.communicator for op in schedule.ops if isinstance(op, Launch)):
+        comm(mesh, communicator.axes, communicator.purpose).group()
+
+
 class Planned:
     """The `Driver` that follows a schedule for one step.
 
@@ -96,7 +106,7 @@ class Planned:
         self.pending: list[Any] = [None] * len(self.prepared.ops)
         self.issued = [False] * len(self.prepared.ops)
         self.delivered: dict[int, Tensor] = {}
-        self.left: Any = None  # the point of the compute stream at which the plan was left
+        self.left: Any = None  # what the next op waits for, once the plan was left
         self.timeline: Timeline | None = current_timeline()
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -121,7 +131,7 @@ class Planned:
         self._end(use.backward_index)
 
     def pin(self, index: int) -> None:
-        """See `Driver`."""
+        self._run(index, "before")
 
     def end_backward(self, index: int) -> dict[int, Tensor]:
         self._run(index, "before")
@@ -134,11 +144,13 @@ class Planned:
 
     def leave(self) -> Unreduced:
         """Finishes reductions that have begun, drops all else, and returns gradients. See Note [Leaving a plan]."""
-        self.left = self.streams.issue("leave", "compute", (), lambda: None, self.session.control.poll)
+        started = [pending for pending in self.pending if pending is not None]
+        self.left = self.streams.issue("leave", "compute", started, lambda: None, self.session.control.poll)
         for i in to_finish(self.schedule, self.issued):
             self._issue(i)
         for i in range(len(self.pending)):
             self._wait(i)
+        self.streams.wait(self.left, self.session.control.poll)
         left = Unreduced(finished=self.delivered)
         for buffer, tensor in zip(self.schedule.buffers, self.buffers, strict=True):
             if buffer.kind in _WHOLE_GRADIENTS and tensor is not None and buffer.weight is not None:
@@ -146,19 +158,27 @@ class Planned:
         issued = {op.name for op, done in zip(self.prepared.ops, self.issued, strict=True) if done}
         for weight, region in scattered(self.schedule, issued).items():
             left.blocks[weight] = self._flat(region)
+        self._wait_for_compute()
         self.buffers = [None] * len(self.buffers)
         return left
+
+    def _wait_for_compute(self) -> None:
+        """Makes all streams wait for the compute stream, which may still read memory of theirs that is dropped."""
+        poll = self.session.control.poll
+        now = self.streams.issue("left", "compute", (), lambda: None, poll)
+        for stream in get_args(Purpose):
+            self.streams.issue("left", stream, (now,), lambda: None, poll, is_awaited=False)
 
     # --- slots ------------------------------------------------------------------------------------------------------
     def _begin(self, event: int) -> None:
         self._run(event, "before")
         if self.timeline is not None:
-            self.timeline.begin(self.prepared.ops[self.prepared.compute[event]].name)
+            self.timeline.begin(self.prepared.ops[self.prepared.compute[event]].name, self.streams.mark())
 
     def _end(self, event: int) -> None:
         compute = self.prepared.compute[event]
         if self.timeline is not None:
-            self.timeline.end(self.prepared.ops[compute].name)
+            self.timeline.end(self.prepared.ops[compute].name, self.streams.mark())
         if compute in self.prepared.waited and not self.at_once:
             label = self.prepared.ops[compute].name
             self.pending[compute] = self.streams.issue(label, "compute", (), lambda: None, self.session.control.poll)
@@ -180,10 +200,17 @@ class Planned:
         waits = [self.pending[other] for other in self.prepared.waits[i] if self.pending[other] is not None]
         if self.left is not None:
             waits.append(self.left)
-        pending = self.streams.issue(op.name, op.stream, waits, lambda: work(self, op), self.session.control.poll)
-        if isinstance(op, Launch) or i in self.prepared.waited:
+        is_launch, poll = isinstance(op, Launch), self.session.control.poll
+        is_awaited = i in self.prepared.waited or self.left is not None
+        is_timed = is_launch and self.timeline is not None
+        pending = self.streams.issue(
+            op.name, op.stream, waits, lambda: work(self, op), poll, is_awaited=is_awaited, is_timed=is_timed
+        )
+        if is_launch or is_awaited:
             self.pending[i] = pending
-        if self.timeline is not None and isinstance(op, Launch):
+        if self.left is not None:
+            self.left = pending  # one op after another: waits that skipped ops had implied are gone
+        if self.timeline is not None and is_launch:
             self.timeline.launched(op.stream, op.name, pending)
 
     def _wait(self, i: int) -> None:

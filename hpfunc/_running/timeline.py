@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from ..backends.protocol import Mark, Pending
 
 LANES = ("compute", "gather", "reduce_scatter", "all_reduce")
 _COLORS = {"compute": "#4C72B0", "gather": "#55A868", "reduce_scatter": "#DD8452", "all_reduce": "#C44E52"}
@@ -17,8 +17,9 @@ class Span:
     Attributes:
         lane: ``"compute"``, or the kind of communication.
         name: name of the op in the schedule.
-        start_s: seconds since the timeline began; for communication, of the launch.
-        stop_s: likewise; for communication, of the completion, on a CPU as gloo reports it.
+        start_s: seconds since the first span began. Communication begins when it is launched, on a device when its
+            stream begins it.
+        stop_s: likewise, of the completion, on a CPU as gloo reports it.
     """
 
     lane: str
@@ -27,31 +28,38 @@ class Span:
     stop_s: float
 
 
-@dataclass(slots=True)
 class Timeline:
     """Spans of the planned steps that ran inside `record_timeline`, on this rank."""
 
-    spans: list[Span] = field(default_factory=list)
-    _origin: float = field(default_factory=time.perf_counter)
-    _open: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._marked: list[tuple[str, str, Mark, Mark]] = []
+        self._begun: dict[str, Mark] = {}
+        self._origin: Mark | None = None
 
-    def begin(self, name: str) -> None:
+    @property
+    def spans(self) -> list[Span]:
+        """The spans, in the order in which they were recorded. Waits until a device has done what is recorded."""
+        for lane, name, start, stop in self._marked:
+            assert self._origin is not None
+            self._spans.append(Span(lane, name, start.seconds_after(self._origin), stop.seconds_after(self._origin)))
+        self._marked.clear()
+        return self._spans
+
+    def begin(self, name: str, moment: Mark) -> None:
         """A use of a unit begins to compute."""
-        self._open[name] = self._now()
+        self._origin = self._origin or moment
+        self._begun[name] = moment
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, moment: Mark) -> None:
         """The use has computed."""
-        start = self._open.pop(name, None)
-        if start is not None:
-            self.spans.append(Span("compute", name, start, self._now()))
+        if name in self._begun:
+            self._marked.append(("compute", name, self._begun.pop(name), moment))
 
-    def launched(self, lane: str, name: str, pending: Any) -> None:
-        """A collective was launched; its span ends when it completes."""
-        start = self._now()
-        pending.when_done(lambda: self.spans.append(Span(lane, name, start, self._now())))
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._origin
+    def launched(self, lane: str, name: str, pending: Pending) -> None:
+        """A collective was launched."""
+        self._origin = self._origin or pending.begun
+        self._marked.append((lane, name, pending.begun, pending.completed))
 
     def overlap_s(self) -> dict[str, tuple[float, float]]:
         """Returns, for each kind of communication, its seconds and those of them during which a unit computed."""

@@ -10,7 +10,7 @@ from .. import backends
 from .._errors import HpfuncWarning, PolicyError, message
 from .._running.agreement import Control
 from .._running.link_probe import settle
-from .._running.planned import Prepared
+from .._running.planned import Prepared, make_groups
 from .._running.predict import predict
 from .._running.session import Session
 from .._values.mesh import Mesh
@@ -57,7 +57,8 @@ class Plans:
 
     def make(self, program: Program, *, measures: bool) -> Schedule:
         """Plans and checks a program."""
-        traits = Traits(ordered_sums=backends.get(self.mesh.framework).ordered_sums(self.mesh.device))
+        backend, device = backends.get(self.mesh.framework), self.mesh.device
+        traits = Traits(backend.ordered_sums(device), backend.communicators(device))
         schedule = plan(program, settle(self.policy, self.mesh, program, measures=measures), traits)
         report = check(schedule)
         if not self.kept:  # a rare program, such as that of an early exit, does not represent the model
@@ -85,6 +86,7 @@ class Plans:
         if done not in self.kept:
             schedule = self.make(session.program, measures=True)
             session.control.agree(_NAME, lambda: f"plan {schedule.fingerprint} of program {done}")
+            make_groups(schedule, self.mesh)
             self.kept[done] = Prepared(schedule)
         history.append(done)
         self.kept[done] = self.kept.pop(done)

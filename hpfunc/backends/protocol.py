@@ -71,13 +71,27 @@ Poll = Callable[[str, float | Exception], None]
 ended it. May raise to end the wait."""
 
 
+class Mark(Protocol):
+    """A moment: the beginning or the end of some work."""
+
+    def seconds_after(self, earlier: Any) -> float:
+        """Waits on the host until the moment has come, and returns the seconds since an earlier mark."""
+        ...
+
+
 class Pending(Protocol):
     """Issued work: on a CPU a collective in flight, on a device a point on a stream."""
 
     label: str
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the work is complete, from any thread."""
+    @property
+    def begun(self) -> Mark:
+        """The beginning of timed work; of a collective on a CPU, its launch."""
+        ...
+
+    @property
+    def completed(self) -> Mark:
+        """The end of timed work."""
         ...
 
 
@@ -85,9 +99,24 @@ class Streams(Protocol):
     """Where work runs: four streams by name. ``"compute"`` is the caller's own stream."""
 
     def issue(
-        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Sequence[Any] | None], poll: Poll
+        self,
+        label: str,
+        stream: str,
+        waits: Iterable[Any],
+        work: Callable[[], Sequence[Any] | None],
+        poll: Poll,
+        *,
+        is_awaited: bool = True,
+        is_timed: bool = False,
     ) -> Pending:
-        """Runs `work` on a stream, after `waits`. `work` returns the collectives that it started, if any."""
+        """Runs `work` on a stream, after `waits`. If it launches collectives, it returns those to wait for, else None.
+
+        `is_awaited` says whether later work waits for it. With `is_timed` the result has times.
+        """
+        ...
+
+    def mark(self) -> Mark:
+        """Returns the present moment of the compute stream."""
         ...
 
     def wait(self, pending: Any, poll: Poll) -> None:
@@ -116,6 +145,10 @@ class Processes(Protocol):
 
     def abort(self) -> None:
         """Gives up every communicator; the next `group` makes new ones."""
+        ...
+
+    def fail(self) -> None:
+        """A step of this process has failed. A device that waits for a peer gives up, because no host waits for it."""
         ...
 
     def post(self, key: str, text: str) -> None:
@@ -263,6 +296,10 @@ class Communication(Protocol):
 
     def ordered_sums(self, device: str) -> bool:
         """Returns whether hpfunc itself computes reductions on this device, as sums in rank order."""
+        ...
+
+    def communicators(self, device: str) -> int | None:
+        """Returns how many collectives of different groups may be in flight at one time; None for any number."""
         ...
 
     def streams(self, device: str) -> Streams:

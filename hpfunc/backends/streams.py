@@ -8,21 +8,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .protocol import Poll
+from .watch import Watch
 
 Stream = Any
+_NO_SPAN = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMark:
+    """A point on a stream of a device, where a timed event was recorded."""
+
+    event: Any
+
+    def seconds_after(self, earlier: DeviceMark) -> float:
+        """See `Mark`."""
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 @dataclass(slots=True)
 class DevicePending:
-    """A point on a stream of a device."""
+    """Work that a stream has been given. `event` follows it, if anybody waits for it; `start` precedes timed work."""
 
     label: str
     event: Any
+    start: Any = None
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once the device has reached this point. The host waits for it, so it is used for pictures only."""
-        self.event.synchronize()
-        callback()
+    @property
+    def begun(self) -> DeviceMark:
+        """See `Pending`."""
+        return DeviceMark(self.start)
+
+    @property
+    def completed(self) -> DeviceMark:
+        """See `Pending`."""
+        return DeviceMark(self.event)
 
 
 @dataclass
@@ -34,16 +54,18 @@ class DeviceStreams:
     Attributes:
         current: returns the caller's stream.
         stream: makes a stream.
-        event: makes an event.
+        event: makes an event; takes ``enable_timing``.
         on: returns a context whose work goes to a stream.
+        watch: notices that a peer has failed while a collective is in flight.
         span: returns a context whose work has a name in profiles.
     """
 
     current: Callable[[], Stream]
     stream: Callable[[], Stream]
-    event: Callable[[], Any]
+    event: Callable[..., Any]
     on: Callable[[Stream], AbstractContextManager[Any]]
-    span: Callable[[str], AbstractContextManager[Any]] = lambda label: nullcontext()
+    watch: Watch
+    span: Callable[[str], AbstractContextManager[Any]] = lambda label: _NO_SPAN
     _made: dict[str, Stream] = field(default_factory=dict, init=False)
     _caller: Stream = field(default=None, init=False)  # the caller's stream, while an op is issued on another one
 
@@ -54,8 +76,21 @@ class DeviceStreams:
             self._made[name] = self.stream()
         return self._made[name]
 
+    def _point(self, stream: Stream, *, is_timed: bool) -> Any:
+        event = self.event(enable_timing=is_timed)
+        event.record(stream)
+        return event
+
     def issue(
-        self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll
+        self,
+        label: str,
+        stream: str,
+        waits: Iterable[Any],
+        work: Callable[[], Any],
+        poll: Poll,
+        *,
+        is_awaited: bool = True,
+        is_timed: bool = False,
     ) -> DevicePending:
         """Enqueues `work` on a stream, behind `waits`, and then a wait for the collectives that it returns."""
         target, self._caller = self._named(stream), self._named("compute")
@@ -63,13 +98,21 @@ class DeviceStreams:
             with self.on(target), self.span(label):
                 for pending in waits:
                     target.wait_event(pending.event)
-                for collective in work() or ():
+                start = self._point(target, is_timed=True) if is_timed else None
+                collectives = work()
+                for collective in collectives or ():
                     collective.wait()  # an edge from the communicator's own stream; the host goes on
-                event = self.event()
-                event.record(target)
+                is_launch = collectives is not None
+                event = self._point(target, is_timed=is_timed) if is_awaited or is_timed or is_launch else None
         finally:
             self._caller = None
-        return DevicePending(label, event)
+        if is_launch:
+            self.watch.add(label, event, poll)
+        return DevicePending(label, event, start)
+
+    def mark(self) -> DeviceMark:
+        """Returns the present moment of the compute stream."""
+        return DeviceMark(self._point(self._named("compute"), is_timed=True))
 
     def wait(self, pending: Any, poll: Poll) -> None:
         """Makes the compute stream wait."""

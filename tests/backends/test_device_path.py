@@ -33,6 +33,17 @@ class Notes:
         notes = self
 
         class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.is_timed = enable_timing
+
+            def query(self) -> bool:
+                return True
+
+            def elapsed_time(self, later: Any) -> float:
+                assert self.is_timed
+                assert later.is_timed
+                return later.time - self.time
+
             def record(self, stream: Any) -> None:
                 self.stream, self.time = stream.name, len(notes.log)
                 notes.log.append((stream.name, "record", self))
@@ -41,7 +52,7 @@ class Notes:
                 notes.log.append(("host", "synchronize", self))
 
         class Stream:
-            def __init__(self, device: Any, name: str | None = None) -> None:
+            def __init__(self, device: Any, name: str | None = None, priority: int = 0) -> None:
                 self.name = name or f"stream {sum(1 for kind in notes.log if kind[1] == 'new')}"
                 notes.log.append((self.name, "new", None))
 
@@ -68,14 +79,15 @@ def on_notes(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[st
     run = hp.sharded(step, mesh, policy=hp.Policy(pack_below_bytes=0))
     run(params, data(rank))
     notes = Notes()
-    streams = _torch_streams.device_streams(torch.device("cpu"), notes)
+    streams = _torch_streams.device_streams(torch.device("cpu"), pytest.fail, notes)
     issue, issued = streams.issue, []
 
-    def watch(label: str, stream: str, waits: Any, work: Any, poll: Any) -> Any:
+    def watch(label: str, stream: str, waits: Any, work: Any, poll: Any, **marks: bool) -> Any:
         begin = len(notes.log)
-        pending = issue(label, stream, waits, work, poll)
+        pending = issue(label, stream, waits, work, poll, **marks)
         waited = [event.op for _, kind, event in notes.log[begin:] if kind == "wait"]
-        pending.event.op = label
+        if pending.event is not None:
+            pending.event.op = label
         issued.append(f"{label} on {stream} waits for {waited}")
         return pending
 
@@ -108,7 +120,7 @@ def test_a_device_gets_every_op_in_order_with_its_waits(pool: Callable[[int], Po
 
 def test_memory_of_the_compute_stream_is_allocated_on_it_within_an_op_of_another() -> None:
     notes = Notes()
-    streams = _torch_streams.device_streams(torch.device("cpu"), notes)
+    streams = _torch_streams.device_streams(torch.device("cpu"), pytest.fail, notes)
     current: list[str] = []
 
     def work() -> None:
@@ -128,7 +140,7 @@ def probe_on_notes(rank: int) -> list[str]:
     mesh, backend = mesh_of((2,), ("shard",), None, 18.0), cast(Any, get("torch"))
     _probe._links.pop((mesh, ("shard",)), None)
     notes = Notes()
-    streams = _torch_streams.device_streams(torch.device("cpu"), notes)
+    streams = _torch_streams.device_streams(torch.device("cpu"), pytest.fail, notes)
     # The control group is of the host, on a device too: its waits are looked at by their own streams.
     host, exchange = backend.streams("cpu"), backend.exchange
 
@@ -151,7 +163,7 @@ def probe_on_notes(rank: int) -> list[str]:
 
 def test_a_probe_waits_on_the_host_for_each_message(pool: Callable[[int], Pool]) -> None:
     """On a device an awaited collective is only enqueued; a time that is taken then says nothing."""
-    assert pool(2).run(probe_on_notes) == [["record", "wait", "synchronize"] * 16] * 2
+    assert pool(2).run(probe_on_notes) == [["record", "record", "wait", "synchronize"] * 16] * 2
 
 
 # --- grouped launches -----------------------------------------------------------------------------------------------
@@ -163,26 +175,38 @@ class TwoRanks:
 
 
 @pytest.mark.parametrize(
-    ("collective", "device", "count", "launches"),
+    ("collective", "device", "count", "grouped"),
     [
-        ("all_gather", "meta", 3, [3]),
-        ("reduce_scatter", "meta", 2, [2]),
-        ("all_gather", "meta", 1, [1]),
-        ("all_gather", "cpu", 3, [1, 1, 1]),
-        ("all_to_all", "meta", 2, [1, 1]),  # the library groups none of these
+        ("all_gather", "meta", 3, True),
+        ("reduce_scatter", "meta", 2, True),
+        ("all_gather", "meta", 1, False),
+        ("all_gather", "cpu", 3, False),
+        ("all_to_all", "meta", 2, False),  # the library groups none of these
     ],
 )
 def test_on_a_device_the_messages_of_a_launch_go_out_together(
-    monkeypatch: pytest.MonkeyPatch, collective: Any, device: str, count: int, launches: list[int]
+    monkeypatch: pytest.MonkeyPatch, collective: Any, device: str, count: int, grouped: bool
 ) -> None:
     """``meta`` stands for a device here: what matters is that it is not the CPU."""
-    calls: list[int] = []
-    monkeypatch.setattr(_torch_collectives, "start_together", lambda collective, group, pairs: calls.append(len(pairs)))
-    monkeypatch.setattr(_torch_collectives, "start", lambda *args, **kwargs: calls.append(1))
+    calls: list[str] = []
+
+    @contextmanager
+    def group_of(group: Any) -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    def start(*args: Any, async_op: bool) -> None:
+        calls.append("on a stream of the library" if async_op else "on the current stream")
+
+    monkeypatch.setattr(torch.distributed, "_coalescing_manager", group_of)
+    monkeypatch.setattr(_torch_collectives, "start", start)
     sends, receives = ([torch.empty(n, device=device) for _ in range(count)] for n in (4, 8))
     works = _torch.TorchBackend().launch(collective, TwoRanks(), sends, receives)
-    assert calls == launches
-    assert len(works) == len(launches)
+    on_host = device == "cpu"
+    wanted = ["on a stream of the library" if on_host else "on the current stream"] * count
+    assert calls == (["begin", *wanted, "end"] if grouped else wanted)
+    assert len(works) == (count if on_host else 0)
 
 
 def started_together(rank: int) -> list[bool]:
@@ -191,9 +215,9 @@ def started_together(rank: int) -> list[bool]:
     group = get("torch").group(mesh.ranks, "user", "cpu", mesh.timeout_s)
     mine = [torch.full((n,), float(10 * rank + n)) for n in (2, 3)]
     gathered = [torch.zeros(2 * n) for n in (2, 3)]
-    _torch_collectives.start_together("all_gather", group, list(zip(mine, gathered, strict=True))).wait()
+    _torch_collectives.start_on_stream("all_gather", group, list(zip(mine, gathered, strict=True)))
     terms, sums = [torch.arange(2.0 * n) + rank for n in (2, 3)], [torch.zeros(n) for n in (2, 3)]
-    _torch_collectives.start_together("reduce_scatter", group, list(zip(terms, sums, strict=True))).wait()
+    _torch_collectives.start_on_stream("reduce_scatter", group, list(zip(terms, sums, strict=True)))
     wholes = [torch.cat([torch.full((n,), float(10 * r + n)) for r in range(2)]) for n in (2, 3)]
     totals = [(2 * torch.arange(2.0 * n) + 1)[n * rank : n * (rank + 1)] for n in (2, 3)]
     return [torch.equal(a, b) for a, b in zip(gathered + sums, wholes + totals, strict=True)]

@@ -40,6 +40,8 @@ STREAMS = [
     ("Event.__new__", 0),
     ("Event.record", 1),
     ("Event.synchronize", 0),
+    ("Event.query", 0),
+    ("Event.elapsed_time", 1),
     ("current_stream", 1),
     ("stream", 1),
     ("get_rng_state", 1),
@@ -162,20 +164,21 @@ def test_a_call_that_torch_does_not_take_is_told_with_its_place() -> None:
 
 
 def test_a_group_is_made_with_both_parts_of_its_arguments() -> None:
-    """`TorchBackend.group` gives some of them to a `partial`, the others later."""
-    [made] = [call for call in CALLS if call.path == "torch.distributed.new_group"]
-    later = Call(made.path, made.count, (*made.keywords, "group_desc", "pg_options"), made.place)
-    assert {"timeout", "backend", "use_local_synchronization", "sort_ranks"} <= set(made.keywords)
-    assert not unknown([later])
+    """`collectives.new_group` gives some of them, and passes on what `TorchBackend` gives."""
+    own, passed = ("use_local_synchronization", "sort_ranks"), ("timeout", "backend", "group_desc", "pg_options")
+    place = "hpfunc/backends/torch/collectives.py"
+    assert not unknown([Call("torch.distributed.new_group", 1, (*own, *passed), place)])
+    assert f"dist.new_group(list(ranks), {own[0]}=True, {own[1]}=False, **options)" in (ROOT.parent / place).read_text()
 
 
 def test_no_group_is_bound_to_a_device() -> None:
     """torch splits the communicator of a default group that is bound to a device, and all ranks must call a split.
 
-    With `use_local_synchronization` those outside of the group do not call it. So hpfunc binds nothing.
+    With `use_local_synchronization` those outside of the group do not call it. So hpfunc binds nothing, and hides what
+    the caller has bound.
     """
-    made = [call for call in CALLS if call.path.endswith((".new_group", ".init_process_group"))]
-    assert len(made) == 2
+    made = [call for call in CALLS if call.path.endswith(".init_process_group")]
+    assert len(made) == 1
     assert not [call for call in made if "device_id" in call.keywords]
     source = (TORCH / "distributed/distributed_c10d.py").read_text()
     assert "if is_initialized() and _get_default_group().bound_device_id:" in source, (
@@ -193,7 +196,7 @@ def test_all_that_device_streams_calls_is_listed() -> None:
     """`DeviceStreams` reaches ``torch.cuda`` by the name of the device, as `module`."""
     tree = ast.parse((ROOT / "backends/torch/streams.py").read_text())
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    used = {node.attr for node in attributes if ast.unparse(node.value) == "self.module"}
+    used = {node.attr for node in attributes if ast.unparse(node.value) == "module"}
     assert used == {path.split(".")[0] for path, _ in STREAMS} - {"get_rng_state", "set_rng_state"}
 
 

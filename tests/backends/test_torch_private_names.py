@@ -498,6 +498,32 @@ def default_store() -> None:
 
 
 @promise(
+    "is the group of all ranks, whose device can be read, and set to none",
+    "torch.distributed.distributed_c10d._get_default_group",
+    on_ranks=True,
+)
+def default_group() -> None:
+    default = cast(Any, dist.distributed_c10d._get_default_group())
+    assert default.size() == dist.get_world_size()
+    default.bound_device_id = torch.device("cpu", 0)
+    assert default.bound_device_id == torch.device("cpu", 0)
+    default.bound_device_id = None
+    assert default.bound_device_id is None
+
+
+@promise(
+    "is the name that a group of these ranks would get now",
+    "torch.distributed.distributed_c10d._hash_ranks_to_str",
+    on_ranks=True,
+)
+def next_name() -> None:
+    ranks = list(range(dist.get_world_size()))
+    expected = dist.distributed_c10d._hash_ranks_to_str(ranks)
+    made = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+    assert cast(Any, made).group_name == expected
+
+
+@promise(
     "names each group, and an entry of ours keeps the name of a destroyed group from being given again",
     "torch.distributed.distributed_c10d._world.pg_names",
     on_ranks=True,

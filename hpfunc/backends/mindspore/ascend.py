@@ -27,6 +27,7 @@ from mindspore.mint import distributed
 from ..._errors import MeshError, message
 from ..protocol import Collective, Counters, Job, Poll, Purpose
 from ..streams import DeviceStreams
+from ..watch import Watch
 from .common import MindSporeDifferentiation
 from .foreach import DeviceForeach
 from .units import Bridge, dtype_of
@@ -51,7 +52,8 @@ class MindSporeAscend(MindSporeDifferentiation):
         self.foreach = DeviceForeach()
         self.bridge = Bridge(self.detach, self.give, lambda: None)  # a stream keeps the order
         self._groups: dict[tuple[object, ...], str] = {}
-        self._streams = DeviceStreams(runtime.current_stream, runtime.Stream, runtime.Event, runtime.StreamCtx)
+        watch = Watch(self.abort)
+        self._streams = DeviceStreams(runtime.current_stream, runtime.Stream, runtime.Event, runtime.StreamCtx, watch)
         self._store: Any = None
         self._messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -76,16 +78,22 @@ class MindSporeAscend(MindSporeDifferentiation):
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> str:
         if not distributed.is_initialized():
             raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
+        if list(ranks) != sorted(ranks):
+            rule = f"MindSpore sorts the ranks of a group, but ranks {ranks} are to talk in this order"
+            raise MeshError(message("hpfunc", rule, hint="name axes in the order of the mesh"))
         key = ranks, purpose
         if key not in self._groups:
             made = distributed.new_group(list(ranks), group_desc=f"hpfunc {purpose}", use_local_synchronization=True)
             self._groups[key] = made
         return self._groups[key]
 
+    def fail(self) -> None:
+        self._streams.watch.fail()
+
     def abort(self) -> None:
-        for group in self._groups.values():
+        groups, self._groups = set(self._groups.values()), {}
+        for group in groups:  # purposes with the same ranks share one, whatever its description
             distributed.destroy_process_group(group)
-        self._groups.clear()
 
     def post(self, key: str, text: str) -> None:
         if self._store is not None:
@@ -179,6 +187,9 @@ class MindSporeAscend(MindSporeDifferentiation):
     # --- communication ---------------------------------------------------------------------------------------------
     def ordered_sums(self, device: str) -> bool:
         return False
+
+    def communicators(self, device: str) -> int | None:
+        return 1  # HCCL does not promise more, and purposes with the same ranks share one
 
     def streams(self, device: str) -> DeviceStreams:
         return self._streams

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -27,6 +28,7 @@ from .abstract import abstract, deferred, is_abstract, random_states, set_random
 from .autograd import TorchTape, use_plain
 from .bytes import to_bytes
 from .compile import leave_alone
+from .devices import choose_device
 from .digest import digest
 from .foreach import TorchForeach
 from .linear import is_transformed, linear
@@ -38,6 +40,12 @@ from .streams import HostPending, HostStreams, device_streams
 # on a link of 1 Gbit/s by 6 to 8 ms each, the time of a megabyte. In a group of its own it costs nothing.
 # NCCL and HCCL send the messages of one launch together, so they need no second group.
 SMALL_BYTES = 1 << 16
+# Note [One collective at a time]
+# A collective of NCCL is a kernel that waits for its peers on the device. NCCL's guide ("Using multiple NCCL
+# communicators concurrently") promises progress for operations of several communicators only if all devices run them in
+# one order, each after the other; HCCL's documents promise nothing. gloo runs each collective by sockets of its own.
+_DEVICE_TIMEOUT = 3
+"""torch ends the process when a collective of a device takes longer than its timeout; `Watch` is to find it first."""
 _SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
 
 
@@ -52,20 +60,16 @@ class TorchBackend:
         self._groups: dict[tuple[object, ...], Any] = {}
         self._for_small: dict[Any, Any] = {}  # by group; see Note [Small messages travel apart]
         self._streams: dict[str, HostStreams | DeviceStreams] = {}
+        self._making = threading.RLock()  # groups are made, or given up: `Watch` does the latter in its own thread
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> Job:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if device is None:
-            device = "cpu" if accelerator is None else f"{accelerator.type}:{local_rank}"
-        if device != "cpu":
-            torch.accelerator.set_device_index(torch.device(device).index or 0)
+        device = choose_device(device)
         if dist.is_initialized():
             return Job(dist.get_rank(), dist.get_world_size(), device)
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Job(0, 1, device)
-        dist.init_process_group(None if accelerator is not None else "gloo", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo" if device == "cpu" else None, timeout=timedelta(seconds=timeout_s))
         atexit.register(_leave)
         return Job(dist.get_rank(), dist.get_world_size(), device)
 
@@ -73,22 +77,38 @@ class TorchBackend:
         on_host = device == "cpu" or purpose == "control"
         key = (ranks, purpose, on_host, timeout_s)  # meshes over the same ranks may wait for different times
         if key not in self._groups:
-            if not dist.is_initialized():
-                raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
-            backend = collectives.HOST if on_host else None
-            make = partial(collectives.new_group, ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
-            options = partial(collectives.host_options, timeout_s=timeout_s) if on_host else lambda _: None
-            group = self._groups[key] = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
-            if on_host and purpose in _SCHEDULED:
-                small = f"{purpose} small"
-                self._for_small[group] = make(group_desc=f"hpfunc {small}", pg_options=options(small))
+            with self._making:
+                self._groups[key] = self._new_group(ranks, purpose, "cpu" if on_host else device, timeout_s)
         return self._groups[key]
 
+    def _new_group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
+        if not dist.is_initialized():
+            raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
+        if device != "cpu":
+            timeout = timedelta(seconds=_DEVICE_TIMEOUT * timeout_s)
+            backend = dist.get_default_backend_for_device(device)
+            group = collectives.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"hpfunc {purpose}")
+            collectives.connect(group, device)
+            return group
+        options = partial(collectives.host_options, timeout_s=timeout_s)
+        make = partial(collectives.new_group, ranks, timeout=timedelta(seconds=timeout_s), backend=collectives.HOST)
+        group = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
+        if purpose in _SCHEDULED:
+            small = f"{purpose} small"
+            self._for_small[group] = make(group_desc=f"hpfunc {small}", pg_options=options(small))
+        return group
+
+    def fail(self) -> None:
+        for streams in self._streams.values():
+            if isinstance(streams, DeviceStreams):
+                streams.watch.fail()
+
     def abort(self) -> None:
-        groups = [*self._groups.values(), *self._for_small.values()]
-        self._groups, self._for_small = {}, {}
-        for group in groups:
-            collectives.give_up(group)
+        with self._making:
+            groups = [*self._groups.values(), *self._for_small.values()]
+            self._groups, self._for_small = {}, {}
+            for group in groups:
+                collectives.give_up(group)
 
     def post(self, key: str, text: str) -> None:
         if dist.is_initialized():
@@ -218,10 +238,15 @@ class TorchBackend:
     def ordered_sums(self, device: str) -> bool:
         return device == "cpu"
 
+    def communicators(self, device: str) -> int | None:
+        return None if device == "cpu" else 1  # see Note [One collective at a time]
+
     def streams(self, device: str) -> HostStreams | DeviceStreams:
         if device not in self._streams:
             on_host = device in ("cpu", "meta")
-            self._streams[device] = HostStreams(self.counters) if on_host else device_streams(torch.device(device))
+            self._streams[device] = (
+                HostStreams(self.counters) if on_host else device_streams(torch.device(device), self.abort)
+            )
         return self._streams[device]
 
     def launch(
@@ -230,8 +255,9 @@ class TorchBackend:
         pairs = [(s.view(-1), r.view(-1)) for s, r in zip(sends, receives, strict=True) if s.numel()]
         for send, _ in pairs:
             self.counters.count_launch(collective, send.nbytes, group.size())
-        if len(pairs) > 1 and pairs[0][0].device.type != "cpu" and collective in ("all_gather", "reduce_scatter"):
-            return [collectives.start_together(collective, group, pairs)]
+        if pairs and pairs[0][0].device.type != "cpu":
+            collectives.start_on_stream(collective, group, pairs)
+            return []
         small = self._for_small.get(group, group)
         return [
             collectives.start(collective, small if send.nbytes < SMALL_BYTES else group, send, receive, async_op=True)
@@ -240,7 +266,9 @@ class TorchBackend:
 
     def broadcast(self, group: Any, tensor: torch.Tensor, source: int) -> list[Any]:
         self.counters.count("broadcast", tensor.nbytes)
-        return [dist.broadcast(collectives.as_carried(tensor), group=group, group_src=source, async_op=True)]
+        on_host = tensor.device.type == "cpu"
+        work = dist.broadcast(collectives.as_carried(tensor), group=group, group_src=source, async_op=on_host)
+        return [work] if on_host else []
 
     def permute(
         self, group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None

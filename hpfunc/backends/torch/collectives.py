@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -68,7 +69,27 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
     """Returns a new group of these ranks, which alone make it. See Note [Names of groups]."""
     while dist.distributed_c10d._hash_ranks_to_str(list(ranks)) in _names().values():
         _names()[_GivenUp()] = f"hpfunc {len(_names())}"
-    return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
+    with _unsplit():
+        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Within it a group is made by its own ranks alone, even if the caller has bound the default group to a device.
+
+    torch would split it from that group, for which all ranks of the world have to make a group at this moment.
+    """
+    default: Any = dist.distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def connect(group: Any, device: str) -> None:
+    """Connects the ranks of a new group. A library that does it in the first collective needs all of them there."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def give_up(group: Any) -> None:
@@ -107,12 +128,15 @@ def start(collective: str, group: Any, send: torch.Tensor, receive: torch.Tensor
     return dist.all_reduce(send, group=group, async_op=async_op)
 
 
-def start_together(collective: str, group: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Starts several collectives of one kind in one launch; each pair is what is sent and where it is received."""
-    with dist._coalescing_manager(group=group, async_ops=True) as grouped:
+def start_on_stream(collective: str, group: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Starts collectives of one kind on the current stream of a device; each pair is what is sent and received.
+
+    The library takes several gathers, or several reduce-scatters, in one launch.
+    """
+    together = len(pairs) > 1 and collective in ("all_gather", "reduce_scatter")
+    with dist._coalescing_manager(group=group) if together else nullcontext():
         for send, receive in pairs:
             start(collective, group, send, receive, async_op=False)
-    return grouped
 
 
 def permute(group: Any, send: torch.Tensor, receive: torch.Tensor, target: int | None, source: int | None) -> list[Any]:

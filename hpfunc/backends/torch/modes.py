@@ -61,11 +61,14 @@ def ordinary_mode() -> Iterator[Callable[[Any], Any] | None]:
 def differentiating() -> Iterator[None]:
     """A context in which autograd records, as in ``torch.func.grad``, whatever mode the caller has set outside.
 
+    A backward runs on the caller's thread, on a device, too: context variables of the step, and of the caller, hold for
+    what a checkpoint computes again. There is one device in a process, so no other thread has work to do.
+
     Raises:
         UsageError: a tensor that was made in inference mode takes part.
     """
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             yield
     except RuntimeError as error:
         if "nference tensor" not in str(error):

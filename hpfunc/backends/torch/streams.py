@@ -6,6 +6,7 @@ machines that test this project. Tests check that it launches the same ops in th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,30 +19,57 @@ from torch.profiler import record_function
 
 from ..protocol import Counters, Poll
 from ..streams import DeviceStreams
+from ..watch import POLL_S, Watch
 
-POLL_S = 0.5
+_HIGH_PRIORITY = -1  # a collective that is ready goes before compute that is ready
+_NOT_PROFILED = nullcontext()
+
+
+class HostMark:
+    """A moment on the clock of the host."""
+
+    __slots__ = ("_has_come", "_time_s")
+
+    def __init__(self) -> None:
+        self._has_come = threading.Event()
+        self._time_s = 0.0
+
+    def set(self) -> HostMark:
+        """It is now."""
+        self._time_s = time.perf_counter()
+        self._has_come.set()
+        return self
+
+    def seconds_after(self, earlier: HostMark) -> float:
+        """See `Mark`."""
+        self._has_come.wait()
+        return self._time_s - earlier._time_s
 
 
 class HostPending:
     """Collectives of gloo that are in flight; empty if there is nothing to wait for."""
 
-    __slots__ = ("label", "works")
+    __slots__ = ("begun", "completed", "label", "works")
 
-    def __init__(self, label: str, works: Sequence[Any] = ()) -> None:
+    def __init__(self, label: str, works: Sequence[Any] = (), begun: HostMark | None = None) -> None:
         self.label = label
         self.works = list(works)
+        if begun is not None:
+            self.begun, self.completed = begun, _completion(self.works)
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls back once all works are complete, from a thread of gloo."""
-        left = [len(self.works)]
 
-        def done(_: Any) -> None:
-            left[0] -= 1
-            if not left[0]:
-                callback()
+def _completion(works: Sequence[Any]) -> HostMark:
+    """Returns the moment at which all works are complete, as threads of gloo report it."""
+    mark, left = HostMark(), [len(works)]
 
-        for work in self.works:
-            work.get_future().add_done_callback(done)
+    def done(_: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            mark.set()
+
+    for work in works:
+        work.get_future().add_done_callback(done)
+    return mark if works else mark.set()
 
 
 class HostStreams:
@@ -50,13 +78,25 @@ class HostStreams:
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
 
-    def issue(self, label: str, stream: str, waits: Iterable[Any], work: Callable[[], Any], poll: Poll) -> HostPending:
+    def issue(
+        self,
+        label: str,
+        stream: str,
+        waits: Iterable[Any],
+        work: Callable[[], Any],
+        poll: Poll,
+        *,
+        is_awaited: bool = True,
+        is_timed: bool = False,
+    ) -> HostPending:
         for pending in waits:
             self.wait(pending, poll)
-        if not _profiling():
-            return HostPending(label, work() or ())
+        begun = self.mark() if is_timed else None
         with _span(label):
-            return HostPending(label, work() or ())
+            return HostPending(label, work() or (), begun)
+
+    def mark(self) -> HostMark:
+        return HostMark().set()
 
     def wait(self, pending: Any, poll: Poll) -> None:
         if not pending.works:
@@ -90,20 +130,27 @@ class HostStreams:
             raise
 
 
-def device_streams(device: torch.device, module: Any = None) -> DeviceStreams:
-    """Returns the streams of a device, by the module of torch that has its streams and events."""
+def device_streams(device: torch.device, abort: Callable[[], None], module: Any = None) -> DeviceStreams:
+    """Returns the streams of a device, by the module of torch that has its streams and events.
+
+    Args:
+        device: the device.
+        abort: gives up all communicators.
+        module: the module; that of the device's kind by default.
+    """
     module = module or getattr(torch, device.type)
     return DeviceStreams(
         current=lambda: module.current_stream(device),
-        stream=lambda: module.Stream(device),
+        stream=lambda: module.Stream(device, priority=_HIGH_PRIORITY),
         event=module.Event,
         on=module.stream,
+        watch=Watch(abort),
         span=_span,
     )
 
 
 def _span(label: str) -> AbstractContextManager[Any]:
-    return record_function(f"hpfunc::{label}")
+    return record_function(f"hpfunc::{label}") if _profiling() else _NOT_PROFILED
 
 
 def _profiling() -> bool:

@@ -80,6 +80,7 @@ class ModuleSkeleton:
         self._buffers = self._slots(self._modules, "_buffers")
         self._settle(initial)
         self._repeated: ModuleCall | None = None
+        self._moved: dict[str, tuple[Tensor, int | None, Tensor]] = {}  # by path: a buffer, its version, it on a device
         self._compared: set[tuple[tuple[bool, ...], str]] = set()
         self.modes = self._read_modes()
         named = dict(self.module.named_modules())
@@ -121,7 +122,7 @@ class ModuleSkeleton:
         self, call: ModuleCall, buffers: Mapping[str, Tensor], entry: str, args: Any, kwargs: Any
     ) -> tuple[Any, Tensors]:
         self._home.close()
-        held = {path: x.detach().to(call.device, copy=True) for path, x in buffers.items()}
+        held = {path: self._copied_to(call.device, path, x) for path, x in buffers.items()}
         call.placed = {path: (x, x._version) for path, x in held.items()}
         token = module_call.set(call)
         try:
@@ -135,6 +136,17 @@ class ModuleSkeleton:
         call.check_unwritten()
         call.changed |= _written(after, call.placed)
         return outputs, {path: x.detach() for path, x in after.items()}
+
+    def _copied_to(self, device: Any, path: str, buffer: Tensor) -> Tensor:
+        """Returns a copy of a buffer on a device. One that lies elsewhere, and stays the same, is moved there once."""
+        if buffer.device != torch.device(device):
+            version = None if buffer.is_inference() else buffer._version
+            source, known, moved = self._moved.get(path, (None, None, None))
+            if moved is None or source is not buffer or known != version or moved.device != torch.device(device):
+                moved = buffer.detach().to(device)
+                self._moved[path] = buffer, version, moved
+            buffer = moved
+        return buffer.detach().clone()
 
     def trained(self, params: Mapping[str, Any], leaves: Sequence[Tensor] | None) -> list[str]:
         if not torch.is_grad_enabled():
