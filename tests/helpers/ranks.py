@@ -215,7 +215,7 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
         pipe.send_bytes(_dump(answer))
 
 
-def _join(rank: int, size: int, directory: str, backends: str) -> None:
+def _join(rank: int, size: int, directory: str, backends: str = "gloo") -> None:
     from datetime import timedelta
 
     import torch.distributed as dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ def _group_on(device: Any) -> Any:
 def _device_module(name: str, device: Any) -> types.ModuleType:
     """Returns what ``torch.cuda`` is for CUDA: a module of functions, most of them torch's own for any accelerator."""
     accelerator, module = torch.accelerator, types.ModuleType(f"torch.{name}")
-    functions = {
+    attributes = {
         "Stream": _stream_class(name),
-        "Event": _event_class(name),
+        "Event": partial(_event, name),
         "stream": _UseStream,
         "StreamContext": _UseStream,
         "device": _device_class(name),
@@ -61,7 +62,8 @@ def _device_module(name: str, device: Any) -> types.ModuleType:
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
-        "device_count": accelerator.device_count,
+        "device_count": device.num_devices,  # torch.accelerator asks this function
+        "_initialized": True,  # checkpointing asks it before it restores random numbers
         "current_device": accelerator.current_device_index,
         "set_device": lambda device: accelerator.set_device_index(_index_of(device)),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
@@ -70,7 +72,7 @@ def _device_module(name: str, device: Any) -> types.ModuleType:
         "get_rng_state": lambda _=None: torch.frombuffer(bytearray(device.random_state()), dtype=torch.uint8),
         "set_rng_state": lambda state, _=None: device.set_random_state(bytes(state.cpu().numpy())),
     }
-    for key, value in functions.items():
+    for key, value in attributes.items():
         setattr(module, key, value)
     return module
 
@@ -94,13 +96,9 @@ def _stream_class(name: str) -> type[torch.Stream]:
     return Stream
 
 
-def _event_class(name: str) -> type[torch.Event]:
-    class Event(torch.Event):
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-            options = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
-            return super().__new__(cls, name, **options)
-
-    return Event
+def _event(name: str, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    # No subclass: `elapsed_time` takes none.
+    return torch.Event(name, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 class _UseStream:

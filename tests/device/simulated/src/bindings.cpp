@@ -17,6 +17,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Communicator>(std::move(transport), rank, size));
   });
 
+  module.def("num_devices", [] { return Runtime::get().num_devices; });
+
   // --- settings
   module.def("set_delay", [](const std::string& part, int delay_us) { Runtime::get().set_delay(part, delay_us); });
   module.def("set_fault", [](const std::string& name, uint64_t every) { Runtime::get().faults.set(name, every); });

@@ -37,6 +37,19 @@ class Place {
   }
 };
 
+// Whether the group of the collective that this thread runs was given up.
+thread_local const std::atomic<bool>* group_is_aborted = nullptr;
+
+// Waits as a kernel does that polls its peers: until the collective is complete, or its group was given up. A single
+// send or receive of gloo says only to who waits for it that it is complete.
+void finish(const WorkPtr& work) {
+  while (!work->isCompleted()) {
+    TORCH_CHECK(!group_is_aborted->load(), "the communicator was given up");
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  work->wait();
+}
+
 // What a collective's task tells its work.
 struct Outcome {
   std::mutex lock;
@@ -138,6 +151,7 @@ WorkPtr Communicator::launch(const char* name, const Tensors& inputs, const Tens
                   [run = std::move(run), outcome, is_aborted = is_aborted_, transport = transport_] {
                     try {
                       Place place(*is_aborted);
+                      group_is_aborted = is_aborted.get();
                       TORCH_CHECK(!*is_aborted, "the communicator was given up");
                       run();
                     } catch (...) {
@@ -167,7 +181,7 @@ void Communicator::shutdown() {
 // Each is called in the thread of a stream, on memory that the device calls its own.
 static void gather_by(c10d::Backend& transport, at::Tensor output, const at::Tensor& input) {
   auto copied = input.contiguous().clone();  // gloo refuses an input that is a part of the output
-  transport._allgather_base(output, copied)->wait();
+  finish(transport._allgather_base(output, copied));
 }
 
 static void add_rows(at::Tensor output, const at::Tensor& rows) {
@@ -183,7 +197,7 @@ static void add_rows(at::Tensor output, const at::Tensor& rows) {
 static void reduce_scatter_by(c10d::Backend& transport, const at::Tensor& output, at::Tensor input) {
   auto rows = at::empty_like(input);
   std::vector<int64_t> equal;
-  transport.alltoall_base(rows, input, equal, equal)->wait();
+  finish(transport.alltoall_base(rows, input, equal, equal));
   add_rows(output, rows.view({transport.getSize(), -1}));
 }
 
@@ -232,7 +246,7 @@ WorkPtr Communicator::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
     c10d::BroadcastOptions from;
     from.rootRank = root;
     Tensors all{tensor};
-    transport->broadcast(all, from)->wait();
+    finish(transport->broadcast(all, from));
   };
   return launch("broadcast", tensors, tensors, options.asyncOp, run);
 }
@@ -242,7 +256,7 @@ WorkPtr Communicator::alltoall_base(at::Tensor& output, at::Tensor& input, std::
   const auto run = [to = on_host(output), from = on_host(input), output_sizes, input_sizes, transport = transport_] {
     at::Tensor received = to, sent = from;
     auto to_sizes = output_sizes, from_sizes = input_sizes;
-    transport->alltoall_base(received, sent, to_sizes, from_sizes)->wait();
+    finish(transport->alltoall_base(received, sent, to_sizes, from_sizes));
   };
   return launch("all_to_all", {input}, {output}, options.asyncOp, run);
 }

@@ -113,7 +113,11 @@ class Call {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       const auto as_host = [](const at::Tensor& tensor) {
         if (is_ours(tensor)) return on_host(tensor);
-        return tensor.defined() ? tensor.detach().clone() : tensor;  // a number that the caller may change
+        if (!tensor.defined()) return tensor;
+        at::Tensor copied = tensor.detach().clone();  // a number that the caller may change
+        // A Python number stays one: else its dtype, double, would be that of the result.
+        copied.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        return copied;
       };
       stack.push_back(elsewhere(map_tensors(arguments_[i], as_host), at::kCPU));
       if (schema_.arguments()[i].type()->str() == "Generator?") {
@@ -159,7 +163,11 @@ class Call {
       size_t place = 0;
       for (size_t i = 0; i < is_new.size(); ++i) {
         if (!is_new[i]) continue;
-        for_each_tensor((*stack)[i], [&](const at::Tensor& made) { at::Tensor(targets[place++]).copy_(made); });
+        for_each_tensor((*stack)[i], [&](const at::Tensor& made) {
+          const at::Tensor& target = targets[place++];
+          // The kernel for shapes may promise more than the kernel of the CPU gives: statistics of an evaluation.
+          if (made.numel() > 0) at::Tensor(target).copy_(made);
+        });
       }
     };
     Runtime::get().enqueue(current_stream(device_), name_, accesses_, task);

@@ -1,8 +1,9 @@
 // A caching allocator like CUDA's: what the host frees, it gives out again at once, to the same stream.
 //
 // Memory of a stream is used again in the order of that stream, so the next owner there needs no wait. Another stream
-// that uses it must be waited for before it is freed, or be named by `record_stream`. Fresh memory is filled with NaN on
-// its stream: this makes the content that nobody wrote visible, and is a write that the detector of races knows.
+// that uses it must be waited for before it is freed, or be named by `record_stream`. Freed memory is filled with NaN on
+// its stream: this makes the content that nobody wrote visible, and is a write that the detector of races knows. To
+// allocate is nothing that a stream does.
 #include <cstring>
 #include <iterator>
 #include <unordered_map>
@@ -48,11 +49,7 @@ class Allocator final : public c10::Allocator {
       in_use_ += block->size;
       peak_ = std::max(peak_, in_use_);
     }
-    char* begin = block->begin;
-    const size_t bytes = block->size;
-    const auto poison = [begin, bytes] { std::memset(begin, 0xFF, bytes); };
-    Runtime::get().enqueue(stream, "malloc", {{}, {{begin, begin + bytes}}}, poison, Tasks::bookkeeping);
-    return {begin, begin, &free_block, device};
+    return {block->begin, block->begin, &free_block, device};
   }
 
   void free(char* memory) {
@@ -64,10 +61,12 @@ class Allocator final : public c10::Allocator {
       live_.erase(memory);
       in_use_ -= block->size;
       users.swap(block->users);
-      if (users.empty()) {
-        free_[block->stream].emplace(block->size, block);
-        return;
-      }
+    }
+    if (users.empty()) {
+      poison(*block);
+      Guard guard(lock_);
+      free_[block->stream].emplace(block->size, block);
+      return;
     }
     Held held{block, {}};
     for (size_t user : users) held.ends.push_back(Runtime::get().record(Runtime::get().stream(user), false));
@@ -101,6 +100,14 @@ class Allocator final : public c10::Allocator {
   }
 
  private:
+  static void poison(const Block& block) {
+    char* begin = block.begin;
+    const size_t size = block.size;
+    const auto fill = [begin, size] { std::memset(begin, 0xFF, size); };
+    Runtime& runtime = Runtime::get();
+    runtime.enqueue(runtime.stream(block.stream), "free", {{}, {{begin, begin + size}}}, fill, Tasks::bookkeeping);
+  }
+
   // The host asks, without a wait, which blocks of several streams are free by now.
   void take_back() {
     for (size_t i = 0; i < held_.size();) {
@@ -109,6 +116,7 @@ class Allocator final : public c10::Allocator {
         ++i;
         continue;
       }
+      poison(*held_[i].block);
       free_[held_[i].block->stream].emplace(held_[i].block->size, held_[i].block);
       held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(i));
     }
@@ -137,6 +145,7 @@ class Allocator final : public c10::Allocator {
   Block* make(size_t stream, size_t size) {
     void* memory = nullptr;
     TORCH_CHECK(posix_memalign(&memory, kAlignment, size) == 0, "simulated device: out of memory");
+    std::memset(memory, 0xFF, size);
     reserved_ += size;
     return new Block{static_cast<char*>(memory), size, stream, {}};
   }
