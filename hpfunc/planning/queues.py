@@ -20,9 +20,13 @@ from .program import COMPUTES, Program
 # launch before that event, and for the last one after it: the executor does not wait for what is not issued.
 
 
+def _has_calls(program: Program) -> bool:
+    return any(event.kind == "collective" for event in program.events)
+
+
 def calls_share_queue(program: Program, communicators: int | None) -> bool:
     """Returns whether the caller has collectives, and they share the only queue."""
-    return communicators == 1 and any(event.kind == "collective" for event in program.events)
+    return communicators == 1 and _has_calls(program)
 
 
 def may_call_inside(program: Program, event: int) -> bool:
@@ -35,8 +39,7 @@ class Queues:
     """The launches issued so far, by queue, as indices of ops. See Note [Queues of collectives]."""
 
     def __init__(self, program: Program, communicators: int | None) -> None:
-        has_calls = any(event.kind == "collective" for event in program.events)
-        streams: tuple[Stream, ...] = (*(("compute",) if has_calls else ()), *get_args(Purpose))
+        streams: tuple[Stream, ...] = (*(("compute",) if _has_calls(program) else ()), *get_args(Purpose))
         self._of = {stream: min(place, (communicators or len(streams)) - 1) for place, stream in enumerate(streams)}
         self._program = program
         self._shares = calls_share_queue(program, communicators)

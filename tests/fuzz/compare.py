@@ -100,8 +100,8 @@ def numbers(
     for n, loss in enumerate(got.losses):
         if loss is not None:
             right = want.losses[index][n]
-            rounded = _rounded(case, right, lambda n=n: exact().losses[index][n])
-            if not _close(loss, right, limit, 1 + abs(float(right))) and not rounded(loss, right):
+            near = _close(loss, right, limit, 1 + abs(float(right)))
+            if not near and not _is_rounded(case, loss, right, right, exact().losses[index][n]):
                 yield "wrong loss", f"{float(loss)!r}, judge {float(right)!r}"
     expected = want.activations[index] if case.around.has_aux else []
     for a, b in zip(got.activations, expected, strict=True):
@@ -113,10 +113,10 @@ def numbers(
             yield from _gradient(case, rank, name, tensor, want, n, floor, exact)
     for name, tensor in got.updated.items():
         whole = want.updated[name][slices(case, case.array(name), rank)]
-        rounded = _rounded(case, want.updated[name], lambda name=name: exact().updated[name])
         scale = float(want.updated[name].abs().sum()) + 1e-3
         terms = max(_terms(case, want, n) for n in range(len(want.scales)))
-        if not (_close(tensor, whole, limit, scale) or _close(tensor, whole, terms, 1.0) or rounded(tensor, whole)):
+        near = _close(tensor, whole, limit, scale) or _close(tensor, whole, terms, 1.0)
+        if not near and not _is_rounded(case, tensor, whole, want.updated[name], exact().updated[name]):
             yield "wrong update", f"{name}: {_first(tensor)}, judge {_first(whole)}"
 
 
@@ -133,23 +133,20 @@ def _gradient(
     if tensor.shape != expected.shape:
         yield "wrong shape", f"gradient of {name}: {tuple(tensor.shape)}, judge {tuple(expected.shape)}"
     elif not _close(tensor, expected, tolerance(case), max(want.scales[n][key], floor)):
-        if _rounded(case, want.gradients[n][key], lambda: exact().gradients[n][key])(tensor, expected):
+        right = exact().gradients[n][key]
+        if _is_rounded(case, tensor, expected, want.gradients[n][key], right):
             return
-        if _cancels(case, exact().gradients[n][key], want, n, tensor, expected):
+        if _cancels(case, right, want, n, tensor, expected):
             return
         ratio = float((tensor * expected).sum() / expected.square().sum().clamp_min(1e-300)) if tensor.numel() else 1.0
         which = f"of {name}{f' of pass {n}' if n else ''}"
         yield "wrong gradient", f"{which}: {_first(tensor)}, judge {_first(expected)}; about {ratio:.4g} times that"
 
 
-def _rounded(case: Case, want: Tensor, exact: Callable[[], Tensor]) -> Callable[[Tensor, Tensor], bool]:
-    """Returns whether two tensors differ by what plain torch rounds in the same dtypes, against float64."""
-
-    def is_rounded(got: Tensor, part: Tensor) -> bool:
-        rounding = float((want - exact()).abs().max()) if len(set(_dtypes(case))) > 1 else 0.0
-        return rounding > 0 and _close(got, part, ROUNDINGS * rounding, 1.0)
-
-    return is_rounded
+def _is_rounded(case: Case, got: Tensor, part: Tensor, want: Tensor, exact: Tensor) -> bool:
+    """Returns whether `got` differs from its part of `want` by what plain torch rounds there, against float64."""
+    rounding = float((want - exact).abs().max()) if len(set(_dtypes(case))) > 1 else 0.0
+    return rounding > 0 and _close(got, part, ROUNDINGS * rounding, 1.0)
 
 
 def _terms(case: Case, want: Judged, n: int) -> float:

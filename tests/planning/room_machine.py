@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -77,7 +77,7 @@ def _rank(items: list[_Item], rng: random.Random) -> _Rank:
     return _Rank(dict(left), {stream: 10 ** rng.uniform(-2, 2) for stream in left})
 
 
-def _is_able(item: _Item, rank: _Rank, communicators: int, met) -> bool:
+def _is_able(item: _Item, rank: _Rank, communicators: int, met: Callable[[_Item], bool]) -> bool:
     if item.name in rank.begun:
         return met(item)
     if not all(wait in rank.done for wait in item.waits):

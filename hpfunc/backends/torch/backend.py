@@ -40,10 +40,12 @@ from .streams import HostPending, HostStreams, device_streams
 # on a link of 1 Gbit/s by 6 to 8 ms each, the time of a megabyte. In a group of its own it costs nothing.
 # NCCL and HCCL send the messages of one launch together, so they need no second group.
 SMALL_BYTES = 1 << 16
+
 # Note [One collective at a time]
 # A collective of NCCL is a kernel that waits for its peers on the device. NCCL's guide ("Using multiple NCCL
 # communicators concurrently") promises progress for operations of several communicators only if all devices run them in
 # one order, each after the other; HCCL's documents promise nothing. gloo runs each collective by sockets of its own.
+
 _DEVICE_TIMEOUT = 3
 """torch ends the process when a collective of a device takes longer than its timeout; `Watch` is to find it first."""
 _SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
@@ -76,10 +78,10 @@ class TorchBackend:
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
         on_host = device == "cpu" or purpose == "control"
         key = (ranks, purpose, on_host, timeout_s)  # meshes over the same ranks may wait for different times
-        if key not in self._groups:
-            with self._making:
+        with self._making:
+            if key not in self._groups:
                 self._groups[key] = self._new_group(ranks, purpose, "cpu" if on_host else device, timeout_s)
-        return self._groups[key]
+            return self._groups[key]
 
     def _new_group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
         if not dist.is_initialized():
