@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpfunc.backends.torch import collectives
+from hpfunc.backends.torch import groups
 from tests.backends.calls import Call, calls, method, refusal, refusal_of_source
 from tests.backends.private_names import ROOT
 from tests.helpers.ranks import Pool
@@ -50,7 +50,7 @@ STREAMS = [
 
 # Methods of classes without a Python source: stub, class, method, arguments without `self`, keywords, where.
 STUBS = [
-    ("_distributed_c10d", "ProcessGroup", "abort", 0, (), "backends/torch/collectives.py"),
+    ("_distributed_c10d", "ProcessGroup", "abort", 0, (), "backends/torch/groups.py"),
     ("_distributed_c10d", "ProcessGroup", "size", 0, (), "backends/torch/backend.py"),
     ("_distributed_c10d", "Work", "wait", 0, (), "backends/torch/streams.py"),
     ("_distributed_c10d", "Work", "wait", 1, (), "backends/torch/streams.py"),
@@ -59,8 +59,8 @@ STUBS = [
     ("_distributed_c10d", "Store", "set", 2, (), "backends/torch/backend.py"),
     ("_distributed_c10d", "Store", "get", 1, (), "backends/torch/backend.py"),
     ("_distributed_c10d", "Store", "check", 1, (), "backends/torch/backend.py"),
-    ("_distributed_c10d", "ProcessGroupGloo", "create_device", 0, ("interface",), "backends/torch/collectives.py"),
-    ("_distributed_c10d", "ProcessGroupGloo", "create_default_device", 0, (), "backends/torch/collectives.py"),
+    ("_distributed_c10d", "ProcessGroupGloo", "create_device", 0, ("interface",), "backends/torch/groups.py"),
+    ("_distributed_c10d", "ProcessGroupGloo", "create_default_device", 0, (), "backends/torch/groups.py"),
 ]
 
 # Promises of NCCL's backend, and the words of its header, or of those that it implements, in which they are made.
@@ -163,14 +163,6 @@ def test_a_call_that_torch_does_not_take_is_told_with_its_place() -> None:
     assert all(text.endswith(place) for text in (gone, keyword, many))
 
 
-def test_a_group_is_made_with_both_parts_of_its_arguments() -> None:
-    """`collectives.new_group` gives some of them, and passes on what `TorchBackend` gives."""
-    own, passed = ("use_local_synchronization", "sort_ranks"), ("timeout", "backend", "group_desc", "pg_options")
-    place = "hpfunc/backends/torch/collectives.py"
-    assert not unknown([Call("torch.distributed.new_group", 1, (*own, *passed), place)])
-    assert f"dist.new_group(list(ranks), {own[0]}=True, {own[1]}=False, **options)" in (ROOT.parent / place).read_text()
-
-
 def test_no_group_is_bound_to_a_device() -> None:
     """torch splits the communicator of a default group that is bound to a device, and all ranks must call a split.
 
@@ -234,17 +226,10 @@ def in_groups(rank: int) -> dict[str, Any]:
     """Ranks 2, 0 and 3, 1, in this order, talk in groups of their own."""
     untyped: Any = dist  # its stubs know groups as numbers, too, and works as None
     ranks = [2, 0] if rank % 2 == 0 else [3, 1]
-    options = collectives.host_options("contract", 20.0)
     one, two = (
-        untyped.new_group(
-            ranks,
-            backend=collectives.HOST,
-            pg_options=options,
-            use_local_synchronization=True,
-            sort_ranks=False,
-            group_desc=f"contract {number}",
-        )
-        for number in range(2)
+        groups.new_group(ranks, groups.group_name(ranks, purpose, 0), purpose, groups.HOST, 20.0, options)
+        for purpose in ("contract 0", "contract 1")
+        for options in (groups.host_options(purpose, 20.0),)
     )
     send, wholes = torch.full((2,), float(rank)), torch.empty(4)
     untyped.all_gather_single(wholes, send, group=one, async_op=True).wait()
@@ -276,13 +261,13 @@ def test_groups_keep_the_order_of_their_ranks_and_have_names_of_their_own(pool: 
     for rank, got in enumerate(pool(4).run(in_groups)):
         ranks = [2, 0] if rank % 2 == 0 else [3, 1]
         place = ranks.index(rank)
-        assert got["ranks"] == ranks, "get_process_group_ranks is in the order of new_group(sort_ranks=False)"
-        assert got["place"] == place, "a rank's place in a group is its place in new_group(sort_ranks=False)"
+        assert got["ranks"] == ranks, "get_process_group_ranks is in the order of the ranks that were given"
+        assert got["place"] == place, "a rank's place in a group is its place among these"
         assert got["gathered"] == [float(r) for r in ranks for _ in range(2)], "parts are gathered in the group's order"
         assert got["share"] == [[1.0, 10.0][place] * sum(r + 1 for r in ranks)], "shares go out in the group's order"
         assert got["told"] == [float(ranks[1])], "group_src is a place in the group"
         assert got["sent"] == ([10.0 * ranks[1] + i for i in range(3)] if place == 0 else []), "sizes are by place"
-        assert (got["backend"], got["description"], got["works"]) == (collectives.HOST, "contract 0", True)
+        assert (got["backend"], got["description"], got["works"]) == (groups.HOST, "hpfunc contract 0", True)
         first, second = got["names"]
         assert first == second, "all ranks of a group give it the same name"
         assert first[0] != first[1], "two groups of the same ranks have names, and so rendezvous, of their own"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hpfunc.backends.torch import borrowed, collectives
+from hpfunc.backends.torch import borrowed, groups
 from tests.backends.private_names import private_names
 from tests.helpers.ranks import Pool
 
@@ -481,9 +481,13 @@ def gloo_options() -> None:
 
 def group() -> Any:
     """Returns a new group of this world, as hpfunc makes its groups."""
-    options = collectives.host_options("contract", 20.0)
-    ranks = list(range(dist.get_world_size()))
-    return dist.new_group(ranks, backend=collectives.HOST, pg_options=options, use_local_synchronization=True)
+    ranks, purpose = list(range(dist.get_world_size())), f"contract {len(_torch().pg_names)}"
+    name = groups.group_name(ranks, purpose, 0)
+    return groups.new_group(ranks, name, purpose, groups.HOST, 20.0, groups.host_options(purpose, 20.0))
+
+
+def _torch() -> Any:
+    return dist.distributed_c10d._world
 
 
 @promise(
@@ -512,34 +516,50 @@ def default_group() -> None:
 
 
 @promise(
-    "is the name that a group of these ranks would get now",
-    "torch.distributed.distributed_c10d._hash_ranks_to_str",
+    "makes a group of its own ranks, in their order, under the name that it is given",
+    "torch.distributed.distributed_c10d._new_process_group_helper",
     on_ranks=True,
 )
-def next_name() -> None:
-    ranks = list(range(dist.get_world_size()))
-    expected = dist.distributed_c10d._hash_ranks_to_str(ranks)
-    made = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
-    assert cast(Any, made).group_name == expected
+def named_groups() -> None:
+    ranks = list(range(dist.get_world_size()))[::-1]
+    options, name = groups.host_options("contract", 20.0), f"contract/{len(_torch().pg_names)}"
+    made = groups.new_group(ranks, name, "contract", groups.HOST, 20.0, options)
+    assert made.group_name == name
+    assert made.rank() == ranks.index(dist.get_rank())
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made)
+    assert total.item() == dist.get_world_size()
 
 
 @promise(
-    "names each group, and an entry of ours keeps the name of a destroyed group from being given again",
-    "torch.distributed.distributed_c10d._world.pg_names",
+    "has the groups that are alive, with their stores, and the names and ranks of each",
+    "torch.distributed.distributed_c10d._world",
     on_ranks=True,
 )
-def group_names() -> None:
-    names = cast(Any, dist.distributed_c10d._world.pg_names)
+def tables() -> None:
     first = group()
-    name = names[first]
-    assert name == first.group_name
-    collectives.give_up(first)
-    assert first not in names
-    second = group()
-    assert names[second] != name
-    total = torch.ones(1)
-    dist.all_reduce(total, group=second)
-    assert total.item() == dist.get_world_size()
+    assert _torch().pg_names[first] == first.group_name
+    assert isinstance(_torch().pg_map[first][1], dist.Store)
+    assert dist.get_process_group_ranks(first) == list(_torch().pg_group_ranks[first])
+    first.abort()
+    dist.destroy_process_group(first)
+    assert first not in _torch().pg_map
+
+
+@promise(
+    "are the kinds of devices of a group, and the library that serves each, which NCCL's can be aborted together by",
+    "*._device_types",
+    "*._get_backend",
+    "*._group_start",
+    "*._group_end",
+    on_ranks=True,
+)
+def libraries() -> None:
+    made = group()
+    assert [device.type for device in made._device_types] == ["cpu"]
+    assert isinstance(made._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    nccl = getattr(_C._distributed_c10d, "ProcessGroupNCCL", None)
+    assert nccl is None or all(hasattr(nccl, name) for name in ("_group_start", "_group_end"))
 
 
 @promise(

@@ -8,10 +8,8 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from ..._errors import MeshError, message
 from ..foreach import Foreach
 from ..protocol import Collective, Counters, Job, Poll, Purpose
 from ..streams import DeviceStreams
@@ -31,24 +28,14 @@ from .compile import leave_alone
 from .devices import choose_device
 from .digest import digest
 from .foreach import TorchForeach
+from .groups import Groups
 from .linear import is_transformed, linear
 from .streams import HostPending, HostStreams, device_streams
-
-# Note [Small messages travel apart]
-# gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
-# messages of megabytes waits behind their bytes before both sides have agreed to send it, and delays all later ones:
-# on a link of 1 Gbit/s by 6 to 8 ms each, the time of a megabyte. In a group of its own it costs nothing.
-# NCCL and HCCL send the messages of one launch together, so they need no second group.
-SMALL_BYTES = 1 << 16
 
 # Note [One collective at a time]
 # A collective of NCCL is a kernel that waits for its peers on the device. NCCL's guide ("Using multiple NCCL
 # communicators concurrently") promises progress for operations of several communicators only if all devices run them in
 # one order, each after the other; HCCL's documents promise nothing. gloo runs each collective by sockets of its own.
-
-_DEVICE_TIMEOUT = 3
-"""torch ends the process when a collective of a device takes longer than its timeout; `Watch` is to find it first."""
-_SCHEDULED: tuple[Purpose, ...] = ("gather", "reduce_scatter", "all_reduce")
 
 
 class TorchBackend:
@@ -59,10 +46,8 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self.counters = Counters()
-        self._groups: dict[tuple[object, ...], Any] = {}
-        self._for_small: dict[Any, Any] = {}  # by group; see Note [Small messages travel apart]
+        self._groups = Groups()
         self._streams: dict[str, HostStreams | DeviceStreams] = {}
-        self._making = threading.RLock()  # groups are made, or given up: `Watch` does the latter in its own thread
 
     # --- processes -------------------------------------------------------------------------------------------------
     def join(self, timeout_s: float, device: str | None = None) -> Job:
@@ -76,29 +61,7 @@ class TorchBackend:
         return Job(dist.get_rank(), dist.get_world_size(), device)
 
     def group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
-        on_host = device == "cpu" or purpose == "control"
-        key = (ranks, purpose, on_host, timeout_s)  # meshes over the same ranks may wait for different times
-        with self._making:
-            if key not in self._groups:
-                self._groups[key] = self._new_group(ranks, purpose, "cpu" if on_host else device, timeout_s)
-            return self._groups[key]
-
-    def _new_group(self, ranks: tuple[int, ...], purpose: Purpose, device: str, timeout_s: float) -> Any:
-        if not dist.is_initialized():
-            raise MeshError(message("hpfunc", f"no process group is initialized, but ranks {ranks} must talk"))
-        if device != "cpu":
-            timeout = timedelta(seconds=_DEVICE_TIMEOUT * timeout_s)
-            backend = dist.get_default_backend_for_device(device)
-            group = collectives.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"hpfunc {purpose}")
-            collectives.connect(group, device)
-            return group
-        options = partial(collectives.host_options, timeout_s=timeout_s)
-        make = partial(collectives.new_group, ranks, timeout=timedelta(seconds=timeout_s), backend=collectives.HOST)
-        group = make(group_desc=f"hpfunc {purpose}", pg_options=options(purpose))
-        if purpose in _SCHEDULED:
-            small = f"{purpose} small"
-            self._for_small[group] = make(group_desc=f"hpfunc {small}", pg_options=options(small))
-        return group
+        return self._groups.get(ranks, purpose, device, timeout_s)
 
     def fail(self) -> None:
         for streams in self._streams.values():
@@ -106,11 +69,7 @@ class TorchBackend:
                 streams.watch.fail()
 
     def abort(self) -> None:
-        with self._making:
-            groups = [*self._groups.values(), *self._for_small.values()]
-            self._groups, self._for_small = {}, {}
-            for group in groups:
-                collectives.give_up(group)
+        self._groups.abort()
 
     def post(self, key: str, text: str) -> None:
         if dist.is_initialized():
@@ -260,9 +219,9 @@ class TorchBackend:
         if pairs and pairs[0][0].device.type != "cpu":
             collectives.start_on_stream(collective, group, pairs)
             return []
-        small = self._for_small.get(group, group)
+        group_for = self._groups.for_message
         return [
-            collectives.start(collective, small if send.nbytes < SMALL_BYTES else group, send, receive, async_op=True)
+            collectives.start(collective, group_for(group, send.nbytes), send, receive, async_op=True)
             for send, receive in pairs
         ]
 

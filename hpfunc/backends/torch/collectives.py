@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,89 +16,6 @@ KNOWN = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
 }
-
-# Note [One device for each purpose]
-# By default torch gives each gloo group a network device, with a thread that polls a hundred times a second as long as
-# the process lives, even if the group was given up after a failure. So here all groups of a purpose share a device.
-# `new_group` passes options to registered backends only.
-HOST = "hpfunc_gloo"
-_gloo: Any = dist.ProcessGroupGloo  # whose type stubs lack some of its attributes
-_devices: dict[str, list[Any]] = {}
-
-
-def host_options(purpose: str, timeout_s: float) -> Any:
-    """Returns the options of a group on the host: the network device of its purpose, and how long it waits."""
-    if purpose not in _devices:
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        found = [_gloo.create_device(interface=name) for name in interfaces]
-        _devices[purpose] = found or [_gloo.create_default_device()]
-    options = _gloo._Options()
-    options._devices = _devices[purpose]
-    options._threads = 2 * len(options._devices)  # as torch has it
-    options._timeout = timedelta(seconds=timeout_s)
-    return options
-
-
-def _host_group(given: Any, options: Any) -> Any:
-    options.global_ranks_in_group = given.global_ranks_in_group
-    options.group_name = given.group_id
-    return _gloo(given.store, given.group_rank, given.group_size, options)
-
-
-# Note [Names of groups]
-# torch names a group by its ranks and by the number of names that it knows. So a name comes again when a group is
-# destroyed: the group of that name may still live, which is an error, or the rendezvous would meet its old keys.
-# Groups of ours that were given up keep their names, and where the caller has destroyed a group, the count is raised.
-class _GivenUp:
-    """Stands for a group in torch's table of names. See Note [Names of groups]."""
-
-    def abort(self) -> None:
-        """It was."""
-
-    def shutdown(self) -> None:
-        """It was."""
-
-
-def _names() -> dict[Any, Any]:
-    return dist.distributed_c10d._world.pg_names
-
-
-def new_group(ranks: Sequence[int], **options: Any) -> Any:
-    """Returns a new group of these ranks, which alone make it. See Note [Names of groups]."""
-    while dist.distributed_c10d._hash_ranks_to_str(list(ranks)) in _names().values():
-        _names()[_GivenUp()] = f"hpfunc {len(_names())}"
-    with _unsplit():
-        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
-
-
-@contextmanager
-def _unsplit() -> Iterator[None]:
-    """Within it a group is made by its own ranks alone, even if the caller has bound the default group to a device.
-
-    torch would split it from that group, for which all ranks of the world have to make a group at this moment.
-    """
-    default: Any = dist.distributed_c10d._get_default_group()
-    bound, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
-
-
-def connect(group: Any, device: str) -> None:
-    """Connects the ranks of a new group. A library that does it in the first collective needs all of them there."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def give_up(group: Any) -> None:
-    """Ends whatever a group is doing. A group of the host has threads, which end only when torch forgets it."""
-    group.abort()
-    if (name := _names().get(group)) is not None and dist.get_backend(group) == HOST:  # else the caller has ended it
-        dist.destroy_process_group(group)
-        _names()[_GivenUp()] = name
-
-
-dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
 
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
