@@ -176,9 +176,6 @@ CASES = {
     "2.29.2": (replace(CUDA, nccl=(2, 29, 2)), "NCCL 2.29.2", "wrong"),
     "2.28.7": (replace(CUDA, nccl=(2, 28, 7)), "NCCL 2.28.7", "warn"),
     "2.26.1": (replace(CUDA, nccl=(2, 26, 1)), "NCCL 2.26.1", "warn"),
-    "no order": (with_env(CUDA, NCCL_LAUNCH_ORDER_IMPLICIT=None), "NCCL communicators", "warn"),
-    "order off": (with_env(CUDA, NCCL_LAUNCH_ORDER_IMPLICIT="0"), "NCCL communicators", "warn"),
-    "before there was an order": (replace(CUDA, nccl=(2, 24, 3)), "NCCL communicators", "warn"),
     "old driver": (replace(CUDA, driver_cuda=(12, 2)), "driver", "warn"),
     "P2P": (with_env(CUDA, NCCL_P2P_DISABLE="1"), "NCCL_P2P_DISABLE", "warn"),
     "IB": (with_env(CUDA, NCCL_IB_DISABLE="1"), "NCCL_IB_DISABLE", "warn"),
@@ -267,8 +264,29 @@ def test_what_is_right_or_not_used_is_no_problem(facts: Facts) -> None:
 
 
 def test_old_versions_of_nccl_have_all_their_faults() -> None:
-    assert problems(OLD_NCCL) == [("NCCL 2.25.1", "warn"), ("NCCL communicators", "warn")]
+    assert problems(OLD_NCCL) == [("NCCL 2.25.1", "warn")]
     assert problems(replace(OLD_NCCL, machine="aarch64"))[0] == ("NCCL 2.25.1", "wrong")
+
+
+@pytest.mark.parametrize(
+    ("facts", "value"),
+    [
+        (CPU, "any number"),
+        (replace(CUDA, gpus=()), "any number"),
+        (with_env(CUDA, CUDA_VISIBLE_DEVICES=""), "any number"),
+        (NPU, "1, because HCCL promises"),
+        (replace(CUDA, accelerator="xpu"), "1, because the library of this device"),
+        (replace(CUDA, nccl=None), "1"),
+        (replace(CUDA, nccl=(2, 24, 3)), "1, because NCCL before 2.26"),
+        (with_env(CUDA, NCCL_LAUNCH_ORDER_IMPLICIT=None), "1; 2 by export NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+        (with_env(CUDA, NCCL_LAUNCH_ORDER_IMPLICIT="0"), "1; 2 by export NCCL_LAUNCH_ORDER_IMPLICIT=1"),
+        (CUDA, "1; 2 by Policy(communicators=2)"),
+    ],
+)
+def test_the_number_of_communicators_at_a_time_is_that_of_the_default_policy(facts: Facts, value: str) -> None:
+    [row] = [row for row in examine(facts) if row.name == "communicators at a time"]
+    assert row.value.startswith(value)
+    assert row.verdict == "ok"
 
 
 def test_every_known_fault_of_nccl_has_a_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .communicators import communicator_rows
 from .devices import device_rows
 from .diagnosis import Row
 from .facts import Facts
@@ -10,7 +11,7 @@ from .launcher import launcher_rows
 from .nccl import nccl_rows, wait_rows
 from .software import backend_rows, version_rows
 
-_PARTS = (version_rows, backend_rows, device_rows, launcher_rows, nccl_rows, wait_rows, host_rows)
+_PARTS = (version_rows, backend_rows, device_rows, launcher_rows, nccl_rows, communicator_rows, wait_rows, host_rows)
 
 
 def examine(facts: Facts) -> tuple[Row, ...]:

@@ -14,9 +14,7 @@ from .facts import UNLIMITED, Facts, Version, dotted, shown
 
 _GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/"
 _SETTINGS = _GUIDE + "env.html"
-_MANY_COMMUNICATORS = _GUIDE + "usage/communicators.html#using-multiple-nccl-communicators-concurrently"
 _RUNTIME = _GUIDE + "troubleshooting/runtime_and_mpi_issues.html"
-_ORDERED: Version = (2, 26)  # the first with NCCL_LAUNCH_ORDER_IMPLICIT
 _OVERLAPS: Version = (12, 3)  # the first CUDA with which the order costs no overlap
 _DEBUGGING = {
     "NCCL_ALGO",
@@ -105,16 +103,9 @@ def nccl_rows(facts: Facts) -> Iterator[Row]:
             remedy = f"use NCCL {dotted(known.fixed)} or newer: a newer torch, or the nvidia-nccl package of its CUDA"
             yield Row(f"NCCL {dotted(facts.nccl)}", known.harm, known.verdict, remedy, known.source)
     yield from _driver(facts)
-    if _has_peers(facts):
-        yield from _order(facts)
     yield from _settings(facts)
     yield from _stack(facts)
     yield from _locked(facts)
-
-
-def _has_peers(facts: Facts) -> bool:
-    seen = seen_devices(facts)
-    return facts.num_ranks > 1 or seen is None or len(seen) > 1
 
 
 def is_on(facts: Facts, name: str) -> bool:
@@ -133,21 +124,6 @@ def _driver(facts: Facts) -> Iterator[Row]:
         )
     else:
         yield Row("driver", value)
-
-
-def _order(facts: Facts) -> Iterator[Row]:
-    name, title = "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL communicators"
-    assert facts.nccl is not None
-    if facts.nccl < _ORDERED:
-        value = (
-            f"hpfunc uses several at a time, and before {dotted(_ORDERED)} NCCL does not order them: it may deadlock"
-        )
-        yield Row(title, value, "warn", f"use NCCL {dotted(_ORDERED)} or newer with {name}=1", _MANY_COMMUNICATORS)
-    elif not is_on(facts, name):
-        value = f"hpfunc uses several at a time, and NCCL orders them only with {name}=1"
-        yield Row(title, value, "warn", f"export {name}=1 for all ranks", _MANY_COMMUNICATORS)
-    else:
-        yield Row(title, f"in the order of the program ({name}=1)")
 
 
 def _settings(facts: Facts) -> Iterator[Row]:
