@@ -29,6 +29,10 @@ class UsageError(HpfuncError, RuntimeError):
     """A public function is called in a way, or at a place, that its contract excludes."""
 
 
+class ArrayAttributeError(UsageError, AttributeError):
+    """An attribute of tensors is asked of a sharded array: a `UsageError`, and an AttributeError for `hasattr`."""
+
+
 class CheckpointError(HpfuncError, RuntimeError):
     """A checkpoint cannot be written, cannot be read, is damaged, or is that of another tree."""
 

@@ -111,6 +111,13 @@ def unshard(tree: Any, axes: AxisNames | None = None) -> Any:
     return unflatten(treedef, [gather() for gather in found])
 
 
+def _full(array: ShardedArray) -> Tensor:
+    return unshard(array, array.spec.axes or array.mesh.axis_names)
+
+
+ShardedArray._unshard = _full
+
+
 def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
     return next((leaf.mesh for leaf in leaves if is_sharded(leaf)), None)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 from .._errors import DonatedError, LeafError, SpecError, UsageError, message
+from .dtypes import is_floating_dtype
 from .layout import Layout, Shape
 from .mesh import Mesh, PartitionSpec
+from .not_a_tensor import NotATensor, Size
 from .tree import paths
 
 
@@ -58,7 +61,7 @@ def layout_of(shape: Shape, spec: PartitionSpec, mesh: Mesh) -> Layout:
     return Layout(shape, spec, mesh)
 
 
-class ShardedArray:
+class ShardedArray(NotATensor):
     """One global array, cut over a mesh; this rank holds `local`. Immutable, a pytree node with `local` as its child.
 
     Get one from `shard` or `init`. Element-wise code runs on it through `optree.tree_map`, which sees the local
@@ -70,6 +73,7 @@ class ShardedArray:
 
     __slots__ = ("_born", "_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
     layout: Layout
+    _unshard: ClassVar[Callable[[ShardedArray], Any]]  # `unshard`, which stands above
     _owner: Owner
     _tracker: Tracker | None
     _origin: Origin | None
@@ -131,6 +135,38 @@ class ShardedArray:
     def shape(self) -> Shape:
         """Global shape."""
         return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.layout.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the global array, as in numpy and JAX; `shape` has the sizes of its dims."""
+        return Size(math.prod(self.layout.shape))
+
+    def numel(self) -> int:
+        """Returns the number of elements of the global array."""
+        return math.prod(self.layout.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global array. This rank holds ``local.nbytes`` of them."""
+        return self.numel() * int(self._value.itemsize)
+
+    @property
+    def device(self) -> Any:
+        """Device of this rank's part, as the framework has it."""
+        return getattr(self._value, "device", self.mesh.device)
+
+    def is_floating_point(self) -> bool:
+        """Returns whether the elements are floating numbers: what `value_and_grad` can differentiate."""
+        return is_floating_dtype(self.dtype)
+
+    def full(self) -> Any:
+        """Returns all values as a plain tensor with memory of its own: `unshard` over all axes, on all of their ranks."""
+        return ShardedArray._unshard(self)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -246,24 +282,6 @@ class ShardedArray:
         )
         raise self._refusal("an array cannot be pickled: this rank has a part of it only", hint)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        hint = "hpfunc.unshard(array).numpy() has all values, hpfunc.interop.to_numpy(array) this rank's part"
-        raise self._refusal("an array is not a numpy array: this rank has a part of it only", hint)
-
-    def __bool__(self) -> bool:
-        hint = "ask `array is not None`, or for a value: bool(hpfunc.unshard(array))"
-        raise self._refusal("an array has no truth value", hint)
-
-    def __eq__(self, other: object) -> Any:
-        if self is other:
-            return True
-        if not isinstance(other, int | float | complex) and getattr(other, "shape", None) is None:
-            return NotImplemented
-        hint = "`is` compares arrays as objects; compare values of hpfunc.unshard(array), or of `.local`"
-        raise self._refusal("`==` and `!=` do not look at the values of an array", hint)
-
-    __hash__ = object.__hash__
-
     def __len__(self) -> int:
         if not self.shape or self.spec.dim_axes(0):
             hint = "array.shape has its global sizes; hpfunc.unshard(array) is a plain tensor"
@@ -271,8 +289,11 @@ class ShardedArray:
             raise LeafError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
         return self.shape[0]
 
-    def _refusal(self, rule: str, hint: str) -> UsageError:
-        return UsageError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
+    def _described(self) -> str:
+        return describe(self)
+
+    def _tensor_type(self) -> type:
+        return self._row[0]._tensor_type() if self._row is not None else type(self._owner.local)
 
     def __repr__(self) -> str:
         if self._owner.consumed_by is not None:

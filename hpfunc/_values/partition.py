@@ -11,6 +11,7 @@ import optree
 
 from .._errors import SpecError, UsageError, message
 from .array import describe, is_sharded
+from .dtypes import is_floating_dtype
 from .tree import dotted, dotted_paths, flatten, unflatten
 
 Where = Callable[[str, Any], bool] | str | Sequence[str]
@@ -153,8 +154,7 @@ def is_floating(path: str, leaf: Any) -> bool:
     >>> hpfunc.partition({"w": torch.ones(2), "table": torch.arange(2)}, hpfunc.is_floating)[0]
     {'w': tensor([1., 1.]), 'table': None}
     """
-    name = str(getattr(leaf, "dtype", "")).rsplit(".", maxsplit=1)[-1].lower()
-    return name.startswith(("float", "bfloat"))
+    return is_floating_dtype(getattr(leaf, "dtype", ""))
 
 
 def unstack(tree: Any) -> list[Any]:

@@ -190,6 +190,7 @@ NOT_HERE = {
     "steps.test_sizes": "its models are torch's, for expanded and strided tensors; laws and parity draw sizes",
     "docs.test_code_blocks": "the pages are written for torch",
     "examples": "these start processes of their own; test_train_text, test_fsdp_demo",
+    "errors.test_array_misuse": "the functions, and the lines that are shown, are torch's",
     "errors.test_failures": "the control group is the same one over gloo, for both frameworks",
     "steps.test_borrowed": "strides and holders of gradients are torch's; here each gradient is copied",
     "steps.test_saved_tensors": "the writes are torch's; operators on a CPU write into no tensor here",
