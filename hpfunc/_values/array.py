@@ -165,7 +165,7 @@ class ShardedArray(NotATensor):
         return is_floating_dtype(self.dtype)
 
     def full(self) -> Any:
-        """Returns all values as a plain tensor with memory of its own: `unshard` over all axes, on all of their ranks."""
+        """Returns all values as a plain tensor with memory of its own. All ranks of the axes that cut it call this."""
         return ShardedArray._unshard(self)
 
     @property
