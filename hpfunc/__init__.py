@@ -61,8 +61,11 @@ from ._values.mesh import PartitionSpec as PartitionSpec
 from ._values.numerics import Numerics as Numerics
 from ._values.partition import combine as combine
 from ._values.partition import is_floating as is_floating
+from ._values.partition import num_parameters as num_parameters
 from ._values.partition import partition as partition
 from ._values.partition import unstack as unstack
+from ._values.picture import Picture as Picture
+from ._values.picture import visualize as visualize
 from .nn import ModuleFunction as ModuleFunction
 from .nn import from_module as from_module
 from .nn import init_module as init_module

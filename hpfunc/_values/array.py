@@ -57,7 +57,7 @@ Origin = tuple[int, Step]
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: Shape, spec: PartitionSpec, mesh: Mesh) -> Layout:
-    """Returns the layout of these three. Equal ones are one object, so its arithmetic is done once."""
+    """Returns the layout of these three. Equal ones are one object."""
     return Layout(shape, spec, mesh)
 
 
@@ -73,7 +73,8 @@ class ShardedArray(NotATensor):
 
     __slots__ = ("_born", "_donated", "_origin", "_owner", "_row", "_tracker", "_trains", "layout")
     layout: Layout
-    _unshard: ClassVar[Callable[[ShardedArray], Any]]  # `unshard`, which stands above
+    _unshard: ClassVar[Callable[[ShardedArray], Any]]  # by `unshard`, which stands above
+    _drawn: ClassVar[Callable[[ShardedArray], str]]  # by `visualize`, likewise
     _owner: Owner
     _tracker: Tracker | None
     _origin: Origin | None
@@ -264,7 +265,6 @@ class ShardedArray(NotATensor):
         self._owner.consumed_by, self._owner.local = by, None
         return local
 
-    # --- what it is not: a plain tensor -----------------------------------------------------------------------------
     def __copy__(self) -> ShardedArray:
         return self.__deepcopy__({})
 
@@ -276,10 +276,8 @@ class ShardedArray(NotATensor):
         return self.with_local(copy.deepcopy(self._value, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        hint = (
-            "hpfunc.checkpoint.save writes the arrays of all ranks, and load reads them on any mesh; "
-            "hpfunc.unshard(array) is a plain tensor, for torch.save or another process"
-        )
+        hint = "hpfunc.checkpoint.save writes the arrays of all ranks, and load reads them on any mesh; "
+        hint += "hpfunc.unshard(array) is a plain tensor, for torch.save or another process"
         raise self._refusal("an array cannot be pickled: this rank has a part of it only", hint)
 
     def __len__(self) -> int:
@@ -288,6 +286,9 @@ class ShardedArray(NotATensor):
             rule = "an array is not a sequence unless its first dim is whole"
             raise LeafError(message("hpfunc.ShardedArray", rule, [describe(self)], hint=hint))
         return self.shape[0]
+
+    def _repr_html_(self) -> str:
+        return ShardedArray._drawn(self)
 
     def _described(self) -> str:
         return describe(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -188,3 +189,33 @@ def unstack(tree: Any) -> list[Any]:
         names = [f"{n}: {describe(leaf)}" for n, leaf in zip(dotted_paths(tree, is_sharded), leaves, strict=True)]
         raise SpecError(message("hpfunc.unstack", "arrays have different numbers of rows", names))
     return [unflatten(treedef, [leaf[row] for leaf in leaves]) for row in range(counts[0] if counts else 0)]
+
+
+def num_parameters(tree: Any, where: Where | None = None) -> int:
+    """Returns the number of elements of a tree: of whole arrays, not of this rank's parts.
+
+    An array that stands at several places counts once.
+
+    Args:
+        tree: any pytree; leaves other than `ShardedArray` and tensors do not count.
+        where: which leaves, as for `partition`, such as `is_trainable`; None: all.
+
+    Raises:
+        SpecError, UsageError: as `partition`.
+
+    Communication: none.
+
+    >>> import torch
+    >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+    >>> params = hpfunc.shard({"w": torch.ones(4, 2), "b": torch.ones(2)}, mesh, hpfunc.P("shard"))
+    >>> hpfunc.num_parameters(params), hpfunc.num_parameters(hpfunc.freeze(params, "w"), hpfunc.is_trainable)
+    (10, 2)
+    """
+    names, leaves = dotted_paths(tree, is_sharded), flatten(tree, is_sharded)[0]
+    selects = (lambda name, leaf: True) if where is None else selector("hpfunc.num_parameters", where, names)
+    counted: dict[Any, int] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if selects(name, leaf) and hasattr(leaf, "shape"):
+            root, rows = leaf._root() if is_sharded(leaf) else (leaf, ())
+            counted[id(root._owner) if is_sharded(root) else id(root), rows] = math.prod(leaf.shape)
+    return sum(counted.values())
