@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.device.harness import device, has_device
+from tests.device.harness import device, has_device, never_waits
 from tests.helpers.ranks import mesh_of
 
 P = hp.P
@@ -48,9 +48,12 @@ def layers(count: int = 3, width: int = WIDTH) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def batch(mesh: hp.Mesh, step: int, width: int = WIDTH, size: int = 4) -> torch.Tensor:
-    """Every rank and step has its own."""
-    draw = torch.Generator().manual_seed(100 * mesh.rank + step)
+def batch(
+    mesh: hp.Mesh, step: int, width: int = WIDTH, size: int = 4, axes: tuple[str, ...] | None = None
+) -> torch.Tensor:
+    """Every rank, or every place along some axes, and every step has its own."""
+    place = mesh.rank if axes is None else mesh.axis_index(axes)
+    draw = torch.Generator().manual_seed(100 * place + step)
     return torch.randn(size, width, generator=draw).to(mesh.device)
 
 
@@ -89,8 +92,12 @@ def train(
     size: int = 4,
     width: int = WIDTH,
     must_follow: bool = True,
+    waits_because: str = "",
 ) -> list[torch.Tensor]:
-    """Trains with a planned step, and returns the local losses, weights and state of the optimizer."""
+    """Trains with a planned step, and returns the local losses, weights and state of the optimizer.
+
+    In the last step the host may not wait for the device, unless there is a reason.
+    """
     optimizer = optimizer or hp.optim.adamw(1e-2)
     grad_fn = wrap(hp.value_and_grad(loss, numerics=numerics))
 
@@ -103,7 +110,9 @@ def train(
     run = hp.sharded(step, mesh, policy=policy, donate_argnums=(0, 1) if donates else (), debug=debug)
     state, losses = optimizer.init(params), []
     for number in range(STEPS):
-        params, state, value = run(params, state, batch(mesh, number, width, size), *extra)
+        x = batch(mesh, number, width, size, mesh.data_axes)
+        with never_waits() if number == STEPS - 1 and not waits_because else nullcontext():
+            params, state, value = run(params, state, x, *extra)
         losses.append(value)
     assert run.followed_plan or not must_follow, "the last step did not follow its plan"
     return local(losses, params, state)
@@ -339,30 +348,6 @@ def train_timeline(rank: int) -> list[torch.Tensor]:
     return result
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
-@case()
-def train_sgd(rank: int) -> list[torch.Tensor]:
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=hp.optim.sgd(0.1, momentum=0.9))
-
-
-@case()
-def train_clipped(rank: int) -> list[torch.Tensor]:
-    optimizer = hp.optim.chain(hp.optim.clip_by_global_norm(0.01), hp.optim.adamw(1e-2))
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
-
-
-@case()
-def train_finite(rank: int) -> list[torch.Tensor]:
-    optimizer = hp.optim.apply_if_finite(hp.optim.adamw(1e-2))
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
-
-
-@case()
-def train_from_torch(rank: int) -> list[torch.Tensor]:
-    optimizer = hp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
-
-
 # --- without a plan --------------------------------------------------------------------------------------------------
 @case()
 def eager(rank: int) -> list[torch.Tensor]:
@@ -391,21 +376,3 @@ def saved(rank: int) -> list[torch.Tensor]:
         result = local(grads, loaded, hp.unshard(loaded, ("shard",)), hp.reshard(params, P(None)))
         local(hp.psum(torch.zeros(1, device=mesh.device), "shard", mesh=mesh))  # all have read: the folder may go
     return result
-
-
-@case()
-def permuted(rank: int) -> list[torch.Tensor]:
-    mesh = plain_mesh()
-    x = batch(mesh, 0)
-    turned = hp.ppermute(x * 2, "shard", [(0, 1), (1, 0)], mesh=mesh) + 1
-    return local(turned, hp.ppermute(turned, "shard", [(1, 0)], mesh=mesh) * 3)
-
-
-@case()
-def summed(rank: int) -> list[torch.Tensor]:
-    """Collectives that the caller asks for: the compute stream must have written their input."""
-    mesh = plain_mesh()
-    x = batch(mesh, 0)
-    total = hp.psum(x.tanh() * 2, "shard", mesh=mesh)
-    whole = hp.all_gather(total * (rank + 1), "shard", mesh=mesh)
-    return local(total + 1, whole * 2)
