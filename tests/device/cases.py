@@ -1,7 +1,8 @@
 """Programs that ranks run on the simulated device, and on CPUs: each returns what this rank has in the end.
 
-`CASES` has them by name, with the number of ranks. Most of them train some small layers for a few steps, in the way
-that their name says, so that each part of hpfunc which enqueues work runs on the device.
+`CASES` has them by name, with the number of ranks, and `SLOW` the streams that are made slow in turn. Most of them
+train some small layers for a few steps, in the way that their name says, so that each part of hpfunc which enqueues
+work runs on the device.
 """
 
 from __future__ import annotations
@@ -29,11 +30,23 @@ Case = Callable[[int], list[torch.Tensor]]
 CASES: dict[str, tuple[Case, int]] = {}
 
 
-def case(world: int = 2) -> Callable[[Case], Case]:
-    """Adds a function to `CASES`."""
+SLOW: dict[str, tuple[str | None, ...]] = {}
+
+# By how much tasks of a stream are late, on average, in microseconds: there are far more of them on the first one.
+DELAYS = {"compute": 100, "gather": 1500, "reduce_scatter": 1500, "all_reduce": 1500}
+ALL = (None, *DELAYS)
+NO_ALL_REDUCE = ALL[:-1]  # two shards have none, if all weights are cut
+FEWER = ALL[1:-1]
+ONE = ("gather",)
+
+
+def case(world: int = 2, slow: tuple[str | None, ...] = ()) -> Callable[[Case], Case]:
+    """Adds a function to `CASES`, and to `SLOW` the streams that are slow in turn when it runs."""
 
     def add(fn: Case) -> Case:
-        CASES[fn.__name__.removeprefix("train_")] = fn, world
+        name = fn.__name__.removeprefix("train_")
+        CASES[name] = fn, world
+        SLOW[name] = slow or (NO_ALL_REDUCE if world == 2 else ALL)
         return fn
 
     return add
@@ -177,7 +190,7 @@ def train_uneven(rank: int) -> list[torch.Tensor]:
     return train(plain_mesh(), sharded_layers(plain_mesh(), 3, 17), width=17)
 
 
-@case()
+@case(slow=ALL)
 def train_second_dim(rank: int) -> list[torch.Tensor]:
     """A weight that is cut along its columns travels in pieces, which are copied."""
     specs = [{"w": P(None, "shard"), "b": P()}] * 3

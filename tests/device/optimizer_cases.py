@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 import hpfunc as hp
-from tests.device.cases import STEPS, batch, case, chain, local, plain_mesh, sharded_layers, train
+from tests.device.cases import FEWER, STEPS, batch, case, chain, local, plain_mesh, sharded_layers, train
+from tests.device.harness import never_waits
 
 HALF = hp.Numerics(param_dtype="float16", reduce_dtype="float16", cast_inputs=True)
 
@@ -36,7 +38,7 @@ def train_from_torch(rank: int) -> list[torch.Tensor]:
     return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
 
 
-@case()
+@case(slow=FEWER)
 def train_scheduled(rank: int) -> list[torch.Tensor]:
     optimizer = hp.optim.chain(
         hp.optim.scale_by_adam(),
@@ -47,26 +49,26 @@ def train_scheduled(rank: int) -> list[torch.Tensor]:
 
 
 # --- not donated -----------------------------------------------------------------------------------------------------
-@case()
+@case(slow=FEWER)
 def train_kept(rank: int) -> list[torch.Tensor]:
     """The weights of each step stay as they are, beside those of the next."""
     return train(plain_mesh(), sharded_layers(plain_mesh()), donates=False)
 
 
-@case()
+@case(slow=FEWER)
 def train_sgd_kept(rank: int) -> list[torch.Tensor]:
     optimizer = hp.optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
     return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer, donates=False)
 
 
-@case()
+@case(slow=FEWER)
 def train_from_torch_kept(rank: int) -> list[torch.Tensor]:
     optimizer = hp.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
     return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer, donates=False)
 
 
 # --- loops of their own ----------------------------------------------------------------------------------------------
-@case()
+@case(slow=FEWER)
 def bound(rank: int) -> list[torch.Tensor]:
     """An optimizer of torch writes into the weights, on the compute stream, between two steps."""
     mesh = plain_mesh()
@@ -74,16 +76,18 @@ def bound(rank: int) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(bound.parameters, lr=1e-2, foreach=False)
     step = hp.sharded(hp.value_and_grad(chain), mesh, policy=hp.Policy(pack_below_bytes=0))
     for number in range(STEPS):
-        _, grads = step(bound.params, batch(mesh, number))
-        bound.set_grads(grads)
-        optimizer.step()
+        x = batch(mesh, number)
+        with never_waits() if step.followed_plan else nullcontext():
+            _, grads = step(bound.params, x)
+            bound.set_grads(grads)
+            optimizer.step()
     assert step.followed_plan
     return local(bound.params)
 
 
-@case()
+@case(slow=FEWER)
 def loss_scaled(rank: int) -> list[torch.Tensor]:
-    """float16, with a scale that the host adjusts; the first ones overflow on one rank, so all ranks skip."""
+    """float16, with a scale that the host adjusts, so it waits. The first ones overflow on one rank: all ranks skip."""
     mesh, scaling = plain_mesh(), hp.optim.DynamicLossScale(period=2)
     optimizer = hp.optim.apply_if_finite(hp.optim.sgd(0.1))
 

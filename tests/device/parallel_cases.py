@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,22 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hpfunc as hp
-from tests.device.cases import WIDTH, P, batch, block, case, chain, layers, local, plain_mesh, sharded_layers, train
+from tests.device.cases import (
+    FEWER,
+    ONE,
+    WIDTH,
+    P,
+    batch,
+    block,
+    case,
+    chain,
+    layers,
+    local,
+    plain_mesh,
+    sharded_layers,
+    train,
+)
+from tests.device.harness import never_waits
 from tests.helpers.examples import bytes_to_learn, example
 from tests.helpers.ranks import mesh_of
 
@@ -17,7 +33,7 @@ NUM_EXPERTS = 4
 
 
 # --- in units --------------------------------------------------------------------------------------------------------
-@case(world=4)
+@case(world=4, slow=("compute", "gather", "all_reduce"))
 def train_tensor_parallel(rank: int) -> list[torch.Tensor]:
     """A matrix is cut along "tp" as well. The unit ends with a sum over "tp", and its backward begins with one."""
     mesh = mesh_of((2, 2), ("shard", "tp"), ("shard",))
@@ -31,7 +47,7 @@ def train_tensor_parallel(rank: int) -> list[torch.Tensor]:
     return train(mesh, params, lambda params, x: chain(params, x, unit))
 
 
-@case(world=4)
+@case(world=4, slow=("compute", "gather", "all_reduce"))
 def train_experts(rank: int) -> list[torch.Tensor]:
     """Experts stay cut along "ep", whose ranks send each other their tokens. The dense weights are alike along it."""
     mesh = mesh_of((2, 2), ("shard", "ep"), ("shard", "ep"))
@@ -51,7 +67,7 @@ def train_experts(rank: int) -> list[torch.Tensor]:
     return train(mesh, params, lambda params, x: chain(params, x, unit), size=8)
 
 
-@case()
+@case(slow=FEWER)
 def train_ring(rank: int) -> list[torch.Tensor]:
     """What a unit computes travels around the ring of ranks, and its gradient the other way."""
 
@@ -65,14 +81,23 @@ def train_ring(rank: int) -> list[torch.Tensor]:
 
 # --- the examples ----------------------------------------------------------------------------------------------------
 def learns(name: str, data_axes: tuple[str, ...]) -> list[torch.Tensor]:
-    """Trains an example on four ranks. Attention is composed of other operators, as it is on the device."""
+    """Trains an example on four ranks. Attention is composed of other operators, as it is on the device.
+
+    In a call that follows a plan the host may not wait for the device.
+    """
     module = example(name)
     mesh = mesh_of((1, 2, 2), module.AXES, data_axes)
     steps: list[hp.ShardedStep] = []
 
-    def run(step: Any, mesh: hp.Mesh) -> Any:
-        steps.append(hp.sharded(step, mesh, policy=hp.Policy(pack_below_bytes=0)))
-        return steps[0]
+    def run(step_fn: Any, mesh: hp.Mesh) -> Any:
+        step = hp.sharded(step_fn, mesh, policy=hp.Policy(pack_below_bytes=0))
+        steps.append(step)
+
+        def call(*args: Any) -> Any:
+            with never_waits() if step.followed_plan else nullcontext():
+                return step(*args)
+
+        return call
 
     with sdpa_kernel(SDPBackend.MATH):
         weights, losses = module.train(mesh, bytes_to_learn(module), hp.optim.sgd(0.5), 3, torch.float32, run)
@@ -80,17 +105,17 @@ def learns(name: str, data_axes: tuple[str, ...]) -> list[torch.Tensor]:
     return [*local(weights), torch.tensor(losses)]
 
 
-@case(world=4)
+@case(world=4, slow=ONE)
 def tensor_parallel_example(rank: int) -> list[torch.Tensor]:
     return learns("tensor_parallel", ("replicate", "shard"))
 
 
-@case(world=4)
+@case(world=4, slow=ONE)
 def expert_parallel_example(rank: int) -> list[torch.Tensor]:
     return learns("expert_parallel", ("replicate", "shard", "ep"))
 
 
-@case(world=4)
+@case(world=4, slow=ONE)
 def context_parallel_example(rank: int) -> list[torch.Tensor]:
     return learns("context_parallel", ("replicate", "shard", "cp"))
 
@@ -114,7 +139,7 @@ def summed(rank: int) -> list[torch.Tensor]:
     return local(total + 1, whole * 2)
 
 
-@case()
+@case(slow=FEWER)
 def exchanged(rank: int) -> list[torch.Tensor]:
     mesh = plain_mesh()
     x = batch(mesh, 0)

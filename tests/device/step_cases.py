@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 import hpfunc as hp
 from tests.device.cases import (
+    FEWER,
+    ONE,
     STEPS,
     WIDTH,
     P,
@@ -28,11 +30,12 @@ from tests.device.cases import (
     sharded_layers,
     train,
 )
+from tests.device.harness import never_waits
 from tests.helpers.ranks import mesh_of
 
 
 # --- where weights come from -----------------------------------------------------------------------------------------
-@case()
+@case(slow=FEWER)
 def train_initialised(rank: int) -> list[torch.Tensor]:
     """`init` makes the weights. Ranks have other random numbers; those of the first one are used."""
     torch.manual_seed(rank)
@@ -43,7 +46,7 @@ def train_initialised(rank: int) -> list[torch.Tensor]:
     return train(plain_mesh(), hp.init(draw, plain_mesh(), P("shard")))
 
 
-@case()
+@case(slow=FEWER)
 def train_stacked(rank: int) -> list[torch.Tensor]:
     """The weights of all layers lie in one array, of which each row is gathered by itself."""
     rows = {name: torch.stack([p[name] for p in layers()]) for name in ("w", "b")}
@@ -52,7 +55,7 @@ def train_stacked(rank: int) -> list[torch.Tensor]:
 
 
 # --- which of them train ---------------------------------------------------------------------------------------------
-@case()
+@case(slow=FEWER)
 def train_tied_module(rank: int) -> list[torch.Tensor]:
     """Two modules have one weight."""
     torch.manual_seed(0)
@@ -66,7 +69,7 @@ def train_tied_module(rank: int) -> list[torch.Tensor]:
     return train(plain_mesh(), hp.shard(params, plain_mesh(), P("shard")), loss)
 
 
-@case()
+@case(slow=FEWER)
 def train_adapters(rank: int) -> list[torch.Tensor]:
     """A frozen weight and one that trains are in one unit."""
     mesh = plain_mesh()
@@ -85,7 +88,7 @@ def train_adapters(rank: int) -> list[torch.Tensor]:
     return train(mesh, hp.shard(downs, mesh, P(None, "shard")), loss, base)
 
 
-@case()
+@case(slow=FEWER)
 def train_gated(rank: int) -> list[torch.Tensor]:
     """One unit of the loss computes without gradients."""
 
@@ -98,12 +101,12 @@ def train_gated(rank: int) -> list[torch.Tensor]:
 
 
 # --- how gradients are reduced ---------------------------------------------------------------------------------------
-@case()
+@case(slow=FEWER)
 def train_reduced_in_half(rank: int) -> list[torch.Tensor]:
     return train(plain_mesh(), sharded_layers(plain_mesh()), numerics=hp.Numerics(reduce_dtype="float16"))
 
 
-@case()
+@case(slow=FEWER)
 def train_accumulate_remat(rank: int) -> list[torch.Tensor]:
     again = hp.unit(block, name="layer", remat=True)
     params = sharded_layers(plain_mesh())
@@ -117,7 +120,7 @@ def train_accumulate_remat(rank: int) -> list[torch.Tensor]:
 
 
 # --- where they go ---------------------------------------------------------------------------------------------------
-@case()
+@case(slow=FEWER)
 def evaluated(rank: int) -> list[torch.Tensor]:
     """A planned step without gradients, of a batch that it cuts itself."""
     mesh = plain_mesh()
@@ -127,13 +130,16 @@ def evaluated(rank: int) -> list[torch.Tensor]:
             return hp.pmean(chain(params, x), "shard")
 
     step = hp.sharded(evaluate, mesh, in_specs=(None, P("shard")), policy=hp.Policy(pack_below_bytes=0))
-    params = sharded_layers(mesh)
-    losses = [step(params, batch(mesh, number, axes=())) for number in range(STEPS)]
+    params, losses = sharded_layers(mesh), []
+    for number in range(STEPS):
+        x = batch(mesh, number, axes=())
+        with never_waits() if step.followed_plan else nullcontext():
+            losses.append(step(params, x))
     assert step.followed_plan
     return local(losses)
 
 
-@case(world=4)
+@case(world=4, slow=ONE)
 def saved_for_another_mesh(rank: int) -> list[torch.Tensor]:
     """Weights and state are saved by four shards, and loaded by two replicas of two shards, which go on."""
     mesh, other, optimizer = mesh_of((4,), ("shard",)), hybrid_mesh(), hp.optim.adamw(1e-2)
