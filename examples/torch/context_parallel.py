@@ -51,12 +51,11 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention over the sequences that all ranks along "cp" hold. (batch, heads, part of length, head_dim)."""
     mine, num_parts, length = hp.axis_index("cp"), hp.axis_size("cp"), query.shape[2]
     ring = [(rank, (rank + 1) % num_parts) for rank in range(num_parts)]
-    place = torch.arange(length, device=query.device)
     top = torch.full_like(query[..., :1], -math.inf)  # the highest score so far
     weight, total = torch.zeros_like(top), torch.zeros_like(query)  # sums of exp(score - top), and of it times values
     for turn in range(num_parts):
         part = (mine - turn) % num_parts  # whose keys and values are here; in the first turn its own
-        hidden = place + part * length > place[:, None] + mine * length
+        hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1 + (mine - part) * length)
         # A part that lies wholly ahead is hidden, but computed: backward must be the same `ppermute`s on all ranks.
         scores = (query @ key.mT / HEAD_DIM**0.5).masked_fill(hidden, -math.inf)
         new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
@@ -111,10 +110,9 @@ def train(mesh: hp.Mesh, data: text.Text, optimizer: Any, steps: int, dtype: tor
         updates, state = optimizer.update(grads, state, params)
         return hp.apply_updates(params, updates), state, hp.pmean(loss, AXES, mesh=mesh)
 
-    step, state, losses = run(step_fn, mesh), optimizer.init(params), []
+    step, state, losses, place = run(step_fn, mesh), optimizer.init(params), [], mesh.axis_index(("replicate", "shard"))
     for number in range(steps):
-        whole = [x.to(mesh.device) for x in batch(data, number, mesh.axis_index(("replicate", "shard")))]
-        params, state, loss = step(params, state, *whole)
+        params, state, loss = step(params, state, *(x.to(mesh.device) for x in batch(data, number, place)))
         losses.append(float(loss))
     return hp.unshard(params), losses
 
