@@ -123,15 +123,23 @@ def reads_elsewhere(rank: int, waits: bool) -> list[torch.Tensor]:
     return [y.cpu()]
 
 
+def assert_wrong(program: Callable[..., Any], report: str) -> None:
+    """The race is reported each time. How late a stream is is drawn: the number is wrong once at least."""
+    seen = []
+    for _ in range(5):
+        observed = observe(program, False)
+        assert all(any(text.startswith(report) for text in each.races) for each in observed), observed[0].races
+        seen += [bool((each.result[0] == 2).all()) for each in observed]
+        if not all(seen):
+            return
+    pytest.fail("the number was right each time")
+
+
 def test_a_missing_wait_gives_a_wrong_number_and_is_reported() -> None:
     for each in observe(reads_elsewhere, True):
         assert each.races == []
         assert bool((each.result[0] == 2).all())
-    for each in observe(reads_elsewhere, False):
-        assert any(text.startswith("RAW: mul on side is not ordered after add on compute") for text in each.races), (
-            each.races
-        )
-        assert not bool((each.result[0] == 2).all())
+    assert_wrong(reads_elsewhere, "RAW: mul on side is not ordered after add on compute")
 
 
 def frees_early(rank: int, records: bool) -> list[torch.Tensor]:
@@ -155,9 +163,7 @@ def test_memory_that_is_freed_early_is_overwritten_and_reported() -> None:
     for each in observe(frees_early, True):
         assert each.races == []
         assert bool((each.result[0] == 2).all())
-    for each in observe(frees_early, False):
-        assert any(text.startswith("WAR: free on compute") for text in each.races), each.races
-        assert not bool((each.result[0] == 2).all())
+    assert_wrong(frees_early, "WAR: free on compute")
 
 
 def reuses(rank: int) -> list[torch.Tensor]:
