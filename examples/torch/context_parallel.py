@@ -55,7 +55,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weight, total = torch.zeros_like(top), torch.zeros_like(query)  # sums of exp(score - top), and of it times values
     for turn in range(num_parts):
         part = (mine - turn) % num_parts  # whose keys and values are here; in the first turn its own
-        hidden = torch.arange(length) + part * length > torch.arange(length)[:, None] + mine * length
+        hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1 + (mine - part) * length)
         # A part that lies wholly ahead is hidden, but computed: backward must be the same `ppermute`s on all ranks.
         scores = (query @ key.mT / HEAD_DIM**0.5).masked_fill(hidden, -math.inf)
         new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
@@ -110,9 +110,9 @@ def train(mesh: hp.Mesh, data: text.Text, optimizer: Any, steps: int, dtype: tor
         updates, state = optimizer.update(grads, state, params)
         return hp.apply_updates(params, updates), state, hp.pmean(loss, AXES, mesh=mesh)
 
-    step, state, losses = run(step_fn, mesh), optimizer.init(params), []
+    step, state, losses, place = run(step_fn, mesh), optimizer.init(params), [], mesh.axis_index(("replicate", "shard"))
     for number in range(steps):
-        params, state, loss = step(params, state, *batch(data, number, mesh.axis_index(("replicate", "shard"))))
+        params, state, loss = step(params, state, *(x.to(mesh.device) for x in batch(data, number, place)))
         losses.append(float(loss))
     return hp.unshard(params), losses
 

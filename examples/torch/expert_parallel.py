@@ -113,7 +113,7 @@ def train(mesh: hp.Mesh, data: text.Text, optimizer: Any, steps: int, dtype: tor
 
     step, state, losses = run(step_fn, mesh), optimizer.init(params), []
     for number in range(steps):
-        params, state, loss = step(params, state, *batch(data, number, mesh.rank))
+        params, state, loss = step(params, state, *(x.to(mesh.device) for x in batch(data, number, mesh.rank)))
         losses.append(float(loss))
     return hp.unshard(params), losses
 

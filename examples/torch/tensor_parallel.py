@@ -102,7 +102,8 @@ def train(mesh: hp.Mesh, data: text.Text, optimizer: Any, steps: int, dtype: tor
 
     step, state, losses = run(step_fn, mesh), optimizer.init(params), []
     for number in range(steps):
-        params, state, loss = step(params, state, *batch(data, number, mesh.axis_index(DATA_AXES)))
+        here = [x.to(mesh.device) for x in batch(data, number, mesh.axis_index(DATA_AXES))]
+        params, state, loss = step(params, state, *here)
         losses.append(float(loss))
     return hp.unshard(params, AXES), losses
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 from .. import backends
@@ -16,6 +17,7 @@ from .._values.array import Owner, ShardedArray, Step, describe
 from .._values.layout import Gather
 from .._values.mesh import Mesh
 from .._values.numerics import Numerics
+from ..planning.ops import Purpose
 from ..planning.program import Event, Program, Unit, Weight
 from .agreement import Control, control
 from .use import Differentiating, Driver, Members, Unreduced, Use
@@ -28,6 +30,10 @@ _unit = lru_cache(maxsize=65536)(Unit)
 
 def _equal(planned: object, recorded: object) -> bool:
     return planned is recorded or planned == recorded
+
+
+def _nothing(*_: Any) -> None:
+    """Work that is none."""
 
 
 class Session:
@@ -176,11 +182,24 @@ class Session:
 
     def abandon(self) -> None:
         """Drops everything in flight: the step has failed."""
+        with suppress(Exception):  # of a device that is broken: that is what the step has failed with
+            self._join_streams()
+        self._drop()
+
+    def _join_streams(self) -> None:
+        """Makes all streams wait for one another: each may still use memory of another one that is dropped now."""
+        streams, purposes = self.backend.streams(self.mesh.device), get_args(Purpose)
+        ends = [streams.issue("failed", stream, (), _nothing, _nothing) for stream in purposes]
+        now = streams.issue("failed", "compute", ends, _nothing, _nothing)
+        for stream in purposes:
+            streams.issue("failed", stream, (now,), _nothing, _nothing, is_awaited=False)
+
+    def _drop(self) -> None:
         self.plan, self.driver = None, self._reference(self, Unreduced())
 
     def close(self) -> None:
         """Releases arrays and buffers: the step is over, and may be in a cycle that the collector finds late."""
-        self.abandon()
+        self._drop()
         self.arrays.clear()
         self._weight_index.clear()
         del self.driver

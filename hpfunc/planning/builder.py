@@ -212,6 +212,7 @@ class _Waits:
         index, lane, names, queues = len(self._issued), _LANES[op.stream], list[str](), self._queues
         follows_caller = bool(_owners(op, self._buffers, self._uses) or (queues and queues.follows_calls(op)))
         conflicts, queued = self._conflicts(index, op), queues.before(op) if queues else []
+        missed = queues.missed(op) if queues else None
         if follows_caller and self._computed is not None:
             conflicts.add(self._computed)
         if self._issued:
@@ -224,7 +225,7 @@ class _Waits:
             other = self._issued[i]
             if (i in queued or clock[other.lane] < other.clock[other.lane]) and other.lane != lane:
                 names.append(other.name)
-                clock = list(map(max, clock, other.clock))
+                clock = clock if i == missed else list(map(max, clock, other.clock))
         clock[lane] += 1
         self._last[lane] = clock
         self._issued.append(_Issued(op.name, lane, clock))

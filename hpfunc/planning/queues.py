@@ -35,6 +35,13 @@ def may_call_inside(program: Program, event: int) -> bool:
     return program.events[event].kind in COMPUTES and any(each.kind == "collective" for each in following)
 
 
+def _unit_around(program: Program, event: int) -> int | None:
+    """Returns the compute event in whose unit a collective of the caller may be called, None if there is none."""
+    while event >= 0 and program.events[event].kind == "collective":
+        event -= 1
+    return event if event >= 0 and program.events[event].kind in COMPUTES else None
+
+
 class Queues:
     """The launches issued so far, by queue, as indices of ops. See Note [Queues of collectives]."""
 
@@ -46,9 +53,11 @@ class Queues:
         self._last: dict[int, int] = {}
         self._earlier: int | None = None  # the last launch before ops that calls may precede
         self._is_call = self._follows_calls = False
+        self._slot = self._slot_of_last = Slot(-1, "before", ())  # the last: of the latest launch
 
     def enter(self, slot: Slot) -> None:
         """The ops of a slot follow."""
+        self._slot = slot
         if self._shares:
             self._is_call = self._program.events[slot.event].kind == "collective"
             inside = slot.when == "after" and may_call_inside(self._program, slot.event)
@@ -64,6 +73,13 @@ class Queues:
             return [index for index in (self._earlier, self._last.get(0)) if index is not None]
         return []
 
+    def missed(self, op: Op) -> int | None:
+        """Returns the launch that an op does not wait for if it is called inside of a unit, None if there is none."""
+        if not (isinstance(op, Caller) and self._is_call and self._slot_of_last.when == "after"):
+            return None
+        around = _unit_around(self._program, self._slot.event)
+        return self._last[0] if around == self._slot_of_last.event else None
+
     def follows_calls(self, op: Op) -> bool:
         """Returns whether an op waits for collectives of the caller."""
         return isinstance(op, Launch) and self._follows_calls
@@ -73,3 +89,4 @@ class Queues:
         if isinstance(op, Launch):
             self._last[self._of[op.stream]] = index
             self._follows_calls = False
+            self._slot_of_last = self._slot

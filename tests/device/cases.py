@@ -1,7 +1,8 @@
 """Programs that ranks run on the simulated device, and on CPUs: each returns what this rank has in the end.
 
-`CASES` has them by name, with the number of ranks. Most of them train some small layers for a few steps, in the way
-that their name says, so that each part of hpfunc which enqueues work runs on the device.
+`CASES` has them by name, with the number of ranks, and `SLOW` the streams that are made slow in turn. Most of them
+train some small layers for a few steps, in the way that their name says, so that each part of hpfunc which enqueues
+work runs on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.device.harness import device, has_device
+from tests.device.harness import device, has_device, never_waits
 from tests.helpers.ranks import mesh_of
 
 P = hp.P
@@ -29,11 +30,23 @@ Case = Callable[[int], list[torch.Tensor]]
 CASES: dict[str, tuple[Case, int]] = {}
 
 
-def case(world: int = 2) -> Callable[[Case], Case]:
-    """Adds a function to `CASES`."""
+SLOW: dict[str, tuple[str | None, ...]] = {}
+
+# By how much tasks of a stream are late, on average, in microseconds: there are far more of them on the first one.
+DELAYS = {"compute": 100, "gather": 1500, "reduce_scatter": 1500, "all_reduce": 1500}
+ALL = (None, *DELAYS)
+NO_ALL_REDUCE = ALL[:-1]  # two shards have none, if all weights are cut
+FEWER = ALL[1:-1]
+ONE = ("gather",)
+
+
+def case(world: int = 2, slow: tuple[str | None, ...] = ()) -> Callable[[Case], Case]:
+    """Adds a function to `CASES`, and to `SLOW` the streams that are slow in turn when it runs."""
 
     def add(fn: Case) -> Case:
-        CASES[fn.__name__.removeprefix("train_")] = fn, world
+        name = fn.__name__.removeprefix("train_")
+        CASES[name] = fn, world
+        SLOW[name] = slow or (NO_ALL_REDUCE if world == 2 else ALL)
         return fn
 
     return add
@@ -48,9 +61,12 @@ def layers(count: int = 3, width: int = WIDTH) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def batch(mesh: hp.Mesh, step: int, width: int = WIDTH, size: int = 4) -> torch.Tensor:
-    """Every rank and step has its own."""
-    draw = torch.Generator().manual_seed(100 * mesh.rank + step)
+def batch(
+    mesh: hp.Mesh, step: int, width: int = WIDTH, size: int = 4, axes: tuple[str, ...] | None = None
+) -> torch.Tensor:
+    """Every rank, or every place along some axes, and every step has its own."""
+    place = mesh.rank if axes is None else mesh.axis_index(axes)
+    draw = torch.Generator().manual_seed(100 * place + step)
     return torch.randn(size, width, generator=draw).to(mesh.device)
 
 
@@ -89,8 +105,12 @@ def train(
     size: int = 4,
     width: int = WIDTH,
     must_follow: bool = True,
+    waits_because: str = "",
 ) -> list[torch.Tensor]:
-    """Trains with a planned step, and returns the local losses, weights and state of the optimizer."""
+    """Trains with a planned step, and returns the local losses, weights and state of the optimizer.
+
+    In the last step the host may not wait for the device, unless there is a reason.
+    """
     optimizer = optimizer or hp.optim.adamw(1e-2)
     grad_fn = wrap(hp.value_and_grad(loss, numerics=numerics))
 
@@ -103,7 +123,9 @@ def train(
     run = hp.sharded(step, mesh, policy=policy, donate_argnums=(0, 1) if donates else (), debug=debug)
     state, losses = optimizer.init(params), []
     for number in range(STEPS):
-        params, state, value = run(params, state, batch(mesh, number, width, size), *extra)
+        x = batch(mesh, number, width, size, mesh.data_axes)
+        with never_waits() if number == STEPS - 1 and not waits_because else nullcontext():
+            params, state, value = run(params, state, x, *extra)
         losses.append(value)
     assert run.followed_plan or not must_follow, "the last step did not follow its plan"
     return local(losses, params, state)
@@ -168,7 +190,7 @@ def train_uneven(rank: int) -> list[torch.Tensor]:
     return train(plain_mesh(), sharded_layers(plain_mesh(), 3, 17), width=17)
 
 
-@case()
+@case(slow=ALL)
 def train_second_dim(rank: int) -> list[torch.Tensor]:
     """A weight that is cut along its columns travels in pieces, which are copied."""
     specs = [{"w": P(None, "shard"), "b": P()}] * 3
@@ -339,30 +361,6 @@ def train_timeline(rank: int) -> list[torch.Tensor]:
     return result
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
-@case()
-def train_sgd(rank: int) -> list[torch.Tensor]:
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=hp.optim.sgd(0.1, momentum=0.9))
-
-
-@case()
-def train_clipped(rank: int) -> list[torch.Tensor]:
-    optimizer = hp.optim.chain(hp.optim.clip_by_global_norm(0.01), hp.optim.adamw(1e-2))
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
-
-
-@case()
-def train_finite(rank: int) -> list[torch.Tensor]:
-    optimizer = hp.optim.apply_if_finite(hp.optim.adamw(1e-2))
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
-
-
-@case()
-def train_from_torch(rank: int) -> list[torch.Tensor]:
-    optimizer = hp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-    return train(plain_mesh(), sharded_layers(plain_mesh()), optimizer=optimizer)
-
-
 # --- without a plan --------------------------------------------------------------------------------------------------
 @case()
 def eager(rank: int) -> list[torch.Tensor]:
@@ -391,21 +389,3 @@ def saved(rank: int) -> list[torch.Tensor]:
         result = local(grads, loaded, hp.unshard(loaded, ("shard",)), hp.reshard(params, P(None)))
         local(hp.psum(torch.zeros(1, device=mesh.device), "shard", mesh=mesh))  # all have read: the folder may go
     return result
-
-
-@case()
-def permuted(rank: int) -> list[torch.Tensor]:
-    mesh = plain_mesh()
-    x = batch(mesh, 0)
-    turned = hp.ppermute(x * 2, "shard", [(0, 1), (1, 0)], mesh=mesh) + 1
-    return local(turned, hp.ppermute(turned, "shard", [(1, 0)], mesh=mesh) * 3)
-
-
-@case()
-def summed(rank: int) -> list[torch.Tensor]:
-    """Collectives that the caller asks for: the compute stream must have written their input."""
-    mesh = plain_mesh()
-    x = batch(mesh, 0)
-    total = hp.psum(x.tanh() * 2, "shard", mesh=mesh)
-    whole = hp.all_gather(total * (rank + 1), "shard", mesh=mesh)
-    return local(total + 1, whole * 2)

@@ -16,7 +16,8 @@ says what happened, for tests of what must be found. The ranks stay alive betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -115,6 +116,19 @@ def device() -> Any:
 def has_device() -> bool:
     """Returns whether this is a rank with the device."""
     return torch._C._get_privateuse1_backend_name() != "privateuseone"
+
+
+@contextmanager
+def never_waits() -> Iterator[None]:
+    """A context in which a wait of the host for the device is an error, which says what waited."""
+    if not has_device():
+        yield
+        return
+    device().raise_on_sync(True)
+    try:
+        yield
+    finally:
+        device().raise_on_sync(False)
 
 
 def start() -> str:

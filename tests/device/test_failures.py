@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.device.cases import WIDTH, P, batch, block, chain, layers, plain_mesh, sharded_layers, train
+from tests.device.cases import WIDTH, P, batch, block, chain, layer, layers, local, plain_mesh, sharded_layers, train
 from tests.device.harness import Conditions, assert_same_bits, device, observe, on_device, on_host
 from tests.helpers.ranks import mesh_of, outcome
 
@@ -96,6 +96,55 @@ def test_a_failure_of_a_peer_is_noticed() -> None:
     assert "rank 1 failed while rank 0 waited for 'gather layer.0'" in told
     assert told_at - raised_at < 4, "the promise is two seconds, on a machine that has time for it"
     assert_same_bits([after, second[2]], on_host(no_peer_fails))
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise ValueError("a bad gradient")
+
+
+def recovers(rank: int, where: str) -> list[torch.Tensor]:
+    """The fourth step, which follows a plan, fails on all ranks. Returns what the others give.
+
+    The host reads the result of each step: what is still in flight of an earlier one would be given up as well.
+    """
+    mesh = mesh_of((2,), ("shard",), None, 15.0)
+    params, count = sharded_layers(mesh), [0]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        x = chain_of(params[:1], x)
+        if count[0] == 4 and where == "forward":
+            raise ValueError("a bad batch")
+        return chain(params[1:], FailsInBackward.apply(x) if count[0] == 4 else x)
+
+    step, results = hp.sharded(hp.value_and_grad(loss), mesh, policy=hp.Policy(pack_below_bytes=0)), []
+    for number in range(8):
+        x = batch(mesh, number)
+        told = outcome(lambda x=x: results.extend(local(step(params, x))))
+        assert (told == "returned") == (number != 3), told
+    assert step.followed_plan
+    return results
+
+
+def chain_of(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params:
+        x = layer(p, x)
+    return x
+
+
+@pytest.mark.parametrize("slow", ["compute", "gather", "reduce_scatter"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_steps_after_one_that_failed_are_right(where: str, slow: str) -> None:
+    """What the failed step had in flight is given up, which the device reports; no memory of it is used too early."""
+    observed = observe(recovers, where, conditions=Conditions(delays={slow: 1000}))
+    assert [each.races for each in observed] == [[], []]
+    assert_same_bits([each.result for each in observed], on_host(recovers, where))
 
 
 def permutes_beside_a_silent_rank(rank: int) -> str:

@@ -10,9 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hpfunc as hp
-from tests.device.cases import local
+from tests.device.cases import DELAYS, local
 from tests.device.harness import Conditions, on_device
-from tests.device.test_steps import DELAYS
 from tests.helpers.models import Layout, Model, layouts, models, policies, sgd
 from tests.helpers.ranks import mesh_of
 

@@ -19,8 +19,9 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import simulated
-from tests.device.harness import Conditions, Observed, assert_clean, assert_same_bits, device, observe
-from tests.helpers.ranks import outcome
+from tests.device.cases import CASES, plain_mesh
+from tests.device.harness import Conditions, Observed, assert_clean, assert_same_bits, device, observe, on_device
+from tests.helpers.ranks import outcome, stop_all
 
 pytestmark = pytest.mark.processes
 SIZE = 1000
@@ -28,7 +29,7 @@ LATE_US = 20000
 
 
 def sim() -> Any:
-    return torch.sim  # type: ignore[attr-defined]
+    return getattr(torch, simulated.NAME)
 
 
 def side_stream() -> Any:
@@ -54,8 +55,8 @@ def operators(rank: int) -> list[torch.Tensor]:
         return [y, parts, grad, y.nonzero(), y.sort().values, y.to(torch.bfloat16), y.max(1).indices]
 
     want = compute(x, w)
-    got = compute(x.to("sim"), w.to("sim"))
-    assert all(a.device.type == "sim" for a in got)
+    got = compute(x.to(simulated.NAME), w.to(simulated.NAME))
+    assert all(a.device.type == simulated.NAME for a in got)
     return [torch.stack([torch.tensor(torch.equal(a.cpu(), b)) for a, b in zip(got, want, strict=True)])]
 
 
@@ -66,7 +67,7 @@ def test_it_computes_what_a_cpu_does() -> None:
 
 
 def random_numbers(rank: int) -> list[torch.Tensor]:
-    x = torch.ones(64, device="sim", requires_grad=True)
+    x = torch.ones(64, device=simulated.NAME, requires_grad=True)
     seeds = []
     for wrap in (lambda fn, x: fn(x), lambda fn, x: checkpoint(fn, x, use_reentrant=False)):
         sim().manual_seed(3)
@@ -83,23 +84,33 @@ def test_random_numbers_can_be_drawn_again() -> None:
         assert 0 < int((plain == 0).sum()) < 64
 
 
-def test_it_has_the_name_that_it_is_given() -> None:
-    program = (
-        "import torch; from tests.device import simulated; simulated.load(simulated.build());"
-        "x = torch.ones(3, device='npu') + 1; print(x.device, torch.npu.is_available(), x.sum().item())"
-    )
+def test_a_step_has_the_bits_of_a_cpu_under_the_name_of_another_device() -> None:
+    """hpfunc asks torch for its device, and nowhere for a name."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"SIM_NAME": "npu", "PYTHONPATH": str(root)}
+    program = "from tests.device import test_simulated; test_simulated.run_by_name()"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "npu:0 True 6.0\n", done.stderr
+    assert done.stdout == "['npu:0', 'npu:0']\n", done.stderr
+
+
+def run_by_name() -> None:
+    """Runs a step of two ranks, and prints their devices."""
+    fn, world = CASES["plain"]
+    on_device(fn, world=world)
+    print([each.result for each in observe(name_of_device)])
+    stop_all()
+
+
+def name_of_device(rank: int) -> str:
+    return plain_mesh().device
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
 def reads_elsewhere(rank: int, waits: bool) -> list[torch.Tensor]:
     side = side_stream()
-    x = torch.zeros(SIZE, device="sim")
+    x = torch.zeros(SIZE, device=simulated.NAME)
     sim().synchronize()
     device().set_delay("compute", LATE_US)
     x.add_(1.0)
@@ -112,21 +123,29 @@ def reads_elsewhere(rank: int, waits: bool) -> list[torch.Tensor]:
     return [y.cpu()]
 
 
+def assert_wrong(program: Callable[..., Any], report: str) -> None:
+    """The race is reported each time. How late a stream is is drawn: the number is wrong once at least."""
+    seen = []
+    for _ in range(5):
+        observed = observe(program, False)
+        assert all(any(text.startswith(report) for text in each.races) for each in observed), observed[0].races
+        seen += [bool((each.result[0] == 2).all()) for each in observed]
+        if not all(seen):
+            return
+    pytest.fail("the number was right each time")
+
+
 def test_a_missing_wait_gives_a_wrong_number_and_is_reported() -> None:
     for each in observe(reads_elsewhere, True):
         assert each.races == []
         assert bool((each.result[0] == 2).all())
-    for each in observe(reads_elsewhere, False):
-        assert any(text.startswith("RAW: mul on side is not ordered after add on compute") for text in each.races), (
-            each.races
-        )
-        assert not bool((each.result[0] == 2).all())
+    assert_wrong(reads_elsewhere, "RAW: mul on side is not ordered after add on compute")
 
 
 def frees_early(rank: int, records: bool) -> list[torch.Tensor]:
     """A tensor is dropped while another stream reads it, and its memory is used again."""
     side = side_stream()
-    x = torch.ones(SIZE, device="sim")
+    x = torch.ones(SIZE, device=simulated.NAME)
     side.wait_stream(sim().current_stream())
     device().set_delay("side", LATE_US)
     with sim().stream(side):
@@ -134,7 +153,7 @@ def frees_early(rank: int, records: bool) -> list[torch.Tensor]:
     if records:
         x.record_stream(side)
     del x
-    z = torch.full((SIZE,), 7.0, device="sim")
+    z = torch.full((SIZE,), 7.0, device=simulated.NAME)
     side.synchronize()
     device().set_delay("side", 0)
     return [y.cpu(), z.cpu()]
@@ -144,21 +163,19 @@ def test_memory_that_is_freed_early_is_overwritten_and_reported() -> None:
     for each in observe(frees_early, True):
         assert each.races == []
         assert bool((each.result[0] == 2).all())
-    for each in observe(frees_early, False):
-        assert any(text.startswith("WAR: free on compute") for text in each.races), each.races
-        assert not bool((each.result[0] == 2).all())
+    assert_wrong(frees_early, "WAR: free on compute")
 
 
 def reuses(rank: int) -> list[torch.Tensor]:
     """Memory of one stream is freed, and another stream allocates."""
     with sim().stream(side_stream()):
-        x = torch.ones(77 * SIZE, device="sim")  # no other test leaves a block of this size
+        x = torch.ones(77 * SIZE, device=simulated.NAME)  # no other test leaves a block of this size
     del x
-    return [torch.ones(77 * SIZE, device="sim").cpu()]
+    return [torch.ones(77 * SIZE, device=simulated.NAME).cpu()]
 
 
 def writes_twice(rank: int, waits: bool) -> list[torch.Tensor]:
-    side, x = side_stream(), torch.zeros(SIZE, device="sim")
+    side, x = side_stream(), torch.zeros(SIZE, device=simulated.NAME)
     side.wait_stream(sim().current_stream())
     with sim().stream(side):
         x.add_(1)
@@ -176,7 +193,7 @@ def test_two_writes_without_order_are_reported() -> None:
 
 
 def labels(rank: int) -> list[torch.Tensor]:
-    side, x = side_stream(), torch.ones(SIZE, device="sim")
+    side, x = side_stream(), torch.ones(SIZE, device=simulated.NAME)
     with sim().stream(side), record_function("library::first step"):
         y = x + 1
     side.synchronize()
@@ -191,8 +208,8 @@ def test_a_race_has_the_names_of_ranges_operators_and_streams() -> None:
 # --- collectives -----------------------------------------------------------------------------------------------------
 def gathers(rank: int) -> list[torch.Tensor]:
     """A collective whose input has just been enqueued, and whose output is used at once."""
-    x = torch.zeros(SIZE, device="sim")
-    whole = torch.empty(2 * SIZE, device="sim")
+    x = torch.zeros(SIZE, device=simulated.NAME)
+    whole = torch.empty(2 * SIZE, device=simulated.NAME)
     x.add_(rank + 1)
     work: Any = dist.all_gather_single(whole, x, group=group_of_both(), async_op=True)
     work.wait()
@@ -216,7 +233,7 @@ def records_a_stream(rank: int) -> list[torch.Tensor]:
 
 
 def reads_on_host(rank: int) -> list[torch.Tensor]:
-    x = torch.ones((), device="sim") + 1
+    x = torch.ones((), device=simulated.NAME) + 1
     return [torch.tensor(x.item()), x.cpu()]
 
 
@@ -264,8 +281,8 @@ def test_a_communicator_that_failed_says_so() -> None:
 
 def fails_once(rank: int) -> tuple[bool, str]:
     device().set_fault("failed_communicator", 1)
-    group, x = group_of_both(), torch.ones(SIZE, device="sim")
-    work = dist.all_gather_single(torch.empty(2 * SIZE, device="sim"), x, group=group, async_op=True)
+    group, x = group_of_both(), torch.ones(SIZE, device=simulated.NAME)
+    work = dist.all_gather_single(torch.empty(2 * SIZE, device=simulated.NAME), x, group=group, async_op=True)
     device().clear_faults()
     failed = outcome(work.wait, timedelta(seconds=5)) != "returned"  # type: ignore[union-attr]
     return failed, usable_again(rank)
@@ -273,7 +290,7 @@ def fails_once(rank: int) -> tuple[bool, str]:
 
 def given_up(rank: int) -> tuple[str, float, str]:
     """Rank 0 waits for a collective that rank 1 never calls, and gives its group up; both go on with another one."""
-    group, x = group_of_both(), torch.ones(SIZE, device="sim")
+    group, x = group_of_both(), torch.ones(SIZE, device=simulated.NAME)
     dist.all_reduce(x.clone(), group=group)  # the first call meets the others
     sim().synchronize()
     text, begin = "returned", time.monotonic()
@@ -294,7 +311,7 @@ def test_abort_ends_what_is_pending() -> None:
 
 
 def peer_gives_up(rank: int) -> str:
-    group, x = group_of_both(), torch.ones(SIZE, device="sim")
+    group, x = group_of_both(), torch.ones(SIZE, device=simulated.NAME)
     dist.all_reduce(x.clone(), group=group)
     sim().synchronize()
     if rank == 1:
@@ -313,7 +330,7 @@ def test_a_peer_that_gives_up_is_an_error_of_the_work() -> None:
 def crossed(rank: int) -> str:
     """Two ranks launch two collectives in different orders."""
     groups = [group_of_both(), group_of_both()]
-    x = torch.ones(SIZE, device="sim")
+    x = torch.ones(SIZE, device=simulated.NAME)
     for group in groups:
         dist.all_reduce(x.clone(), group=group)
     sim().synchronize()
@@ -334,7 +351,7 @@ def test_a_device_with_too_few_places_stands_still_and_says_where() -> None:
 
 # --- the host --------------------------------------------------------------------------------------------------------
 def waits_in_all_ways(rank: int) -> list[torch.Tensor]:
-    x = torch.ones(3, device="sim")
+    x = torch.ones(3, device=simulated.NAME)
     with record_function("library::reading"):
         x.sum().item()
     values = x.cpu()
@@ -354,7 +371,7 @@ def test_waits_of_the_host_are_counted_with_their_reason() -> None:
 
 
 def computes(rank: int, reads: bool) -> str:
-    x = torch.ones(3, device="sim") * 2
+    x = torch.ones(3, device=simulated.NAME) * 2
     return outcome(lambda: x.sum().item() if reads else x.sum())
 
 
@@ -367,11 +384,11 @@ def test_a_wait_of_the_host_can_be_an_error() -> None:
 
 def allocates(rank: int) -> dict[str, int]:
     before = device().memory()["in use"]
-    x = torch.empty(1024, device="sim")
+    x = torch.empty(1024, device=simulated.NAME)
     during = device().memory()["in use"]
     del x
     reuses_before = device().memory()["reuses"]
-    y = torch.empty(1000, device="sim")
+    y = torch.empty(1000, device=simulated.NAME)
     after = device().memory()
     return {"grew": during - before, "reused": after["reuses"] - reuses_before, "of": y.numel()}
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.device.cases import CASES
+from tests.device import optimizer_cases, parallel_cases, step_cases  # noqa: F401 - they add to CASES
+from tests.device.cases import CASES, DELAYS, SLOW
 from tests.device.harness import Conditions, observe, on_device
 
 pytestmark = pytest.mark.processes
 
-# By how much tasks of a stream are late, on average, in microseconds: there are far more of them on the first one.
-DELAYS = {"compute": 100, "gather": 1500, "reduce_scatter": 1500, "all_reduce": 1500}
 
-
-@pytest.mark.parametrize("slow", [None, *DELAYS])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "slow"), [(name, slow) for name in CASES for slow in SLOW[name]])
 def test_no_race_and_the_bits_of_a_cpu(name: str, slow: str | None) -> None:
     fn, world = CASES[name]
     on_device(fn, Conditions(delays={} if slow is None else {slow: DELAYS[slow]}), world=world)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import optree
 import pytest
 import torch
 
 import hpfunc as hp
-from tests.helpers.examples import FOLDER, example
+from tests.helpers.examples import FOLDER, bytes_to_learn, example
 from tests.helpers.leaves import assert_close, assert_same_bits
 from tests.helpers.ranks import Pool, mesh_of, outcome
 from tests.helpers.ranks import pool as pool_of
@@ -21,12 +20,6 @@ from tests.helpers.ranks import pool as pool_of
 NAMES = ("tensor_parallel", "context_parallel", "expert_parallel")
 DATA_AXES = {"tensor_parallel": 2, "context_parallel": 3, "expert_parallel": 3}
 STEPS, RATE = 3, 0.5
-
-
-def data(module: ModuleType) -> Any:
-    """Bytes with something to learn in them: each is the one before it plus 0, 1 or 2."""
-    steps = np.random.default_rng(0).integers(0, 3, 4096)
-    return module.text.Text(np.cumsum(steps).astype(np.uint8), np.zeros(0, np.uint8))
 
 
 Result = tuple[list[torch.Tensor], list[float]]
@@ -44,7 +37,7 @@ def train(rank: int, name: str, planned: bool) -> Result:
         steps.append(hp.sharded(step_fn, mesh, debug=True))
         return steps[0]
 
-    weights, losses = module.train(mesh, data(module), hp.optim.sgd(RATE), STEPS, torch.float64, run)
+    weights, losses = module.train(mesh, bytes_to_learn(module), hp.optim.sgd(RATE), STEPS, torch.float64, run)
     assert [step.followed_plan for step in steps] == [True] * planned
     return optree.tree_leaves(weights), losses
 
@@ -58,7 +51,7 @@ def planned_results(name: str) -> list[Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_gives_the_weights_of_one_process(name: str) -> None:
     module = example(name)
-    want = optree.tree_leaves(module.alone(data(module), RATE, STEPS))
+    want = optree.tree_leaves(module.alone(bytes_to_learn(module), RATE, STEPS))
     torch.manual_seed(0)
     start = optree.tree_leaves(module.init(torch.float64))
     assert all((a - b).norm() > 1e-4 * b.norm() for a, b in zip(want, start, strict=True)), "nothing was learnt"
@@ -84,7 +77,7 @@ def without_pvary(rank: int) -> str:
     def run(step_fn: Any, mesh: hp.Mesh) -> Any:
         return hp.sharded(step_fn, mesh, debug=True)
 
-    return outcome(module.train, mesh, data(module), hp.optim.sgd(RATE), 1, torch.float32, run)
+    return outcome(module.train, mesh, bytes_to_learn(module), hp.optim.sgd(RATE), 1, torch.float32, run)
 
 
 @pytest.mark.processes

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 import hpfunc as hp
 from tests.helpers.ranks import mesh_of
 
@@ -32,6 +34,12 @@ def example(name: str, framework: str = "torch") -> ModuleType:
     spec.loader.exec_module(module)
     sys.path[:] = path
     return module
+
+
+def bytes_to_learn(module: ModuleType) -> Any:
+    """Returns bytes with something to learn in them: each is the one before it plus 0, 1 or 2."""
+    steps = np.random.default_rng(0).integers(0, 3, 4096)
+    return module.text.Text(np.cumsum(steps).astype(np.uint8), np.zeros(0, np.uint8))
 
 
 def launch(num_ranks: int, *arguments: str, script: str = "examples/torch/train_text.py") -> tuple[int, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from ..ops import Caller, Compute, Deliver, Free, Launch, Local, Op, Region, Stream
+from ..program import COMPUTES, Program
 from ..schedule import Schedule
 
 # Note [Happens before]
@@ -15,6 +16,9 @@ from ..schedule import Schedule
 # b exactly if b's clock for a's stream has reached a's position there. If two ops touch one element and one of them
 # writes it, one must happen before the other: then every timing gives the result of the issue order. A `Free` or
 # `Deliver` writes all that it gives away. A buffer's first write begins its life, and must precede every other use.
+#
+# A collective of the caller that follows a compute event may be called inside of the unit, before the ops after that
+# event are issued. What precedes it then waits for none of these, so nothing is ordered by such a wait.
 #
 # Between two events the caller issues its own work on the compute stream, which is not in the schedule: it counts as
 # one more op there, and may read any delivered buffer. Once the caller drops a buffer, its memory returns to its
@@ -93,7 +97,9 @@ def clocks(schedule: Schedule) -> Clocks:
     """Returns what happens before each op of a well formed schedule."""
     found = Clocks({}, {})
     last: list[Clock] = [[0] * len(LANES) for _ in LANES]
+    after = {slot.event: slot.ops for slot in schedule.slots if slot.when == "after"}
     for slot in schedule.slots:
+        missed = _missed(schedule.program, slot.event, after)
         if slot.when == "before":
             last[COMPUTE] = last[COMPUTE].copy()
             last[COMPUTE][COMPUTE] += 1  # the caller's own work
@@ -101,11 +107,20 @@ def clocks(schedule: Schedule) -> Clocks:
             found.computed[op.name] = last[COMPUTE][COMPUTE]
             lane = LANES[op.stream]
             clock = last[lane].copy()
-            for name in op.waits:
+            for name in (name for name in op.waits if name not in missed):
                 clock = list(map(max, clock, found.known[name]))
             clock[lane] += 1
             found.known[op.name] = last[lane] = clock
     return found
+
+
+def _missed(program: Program, event: int, after: Mapping[int, Sequence[Op]]) -> set[str]:
+    """Returns the ops that are issued later than those before `event`, if that is a collective called in a unit."""
+    around = event
+    while around >= 0 and program.events[around].kind == "collective":
+        around -= 1
+    is_inside = around != event and around >= 0 and program.events[around].kind in COMPUTES
+    return {op.name for op in after.get(around, ())} if is_inside else set()
 
 
 def hidden_launches(schedule: Schedule) -> int:

@@ -82,7 +82,8 @@ def _collectives(schedule: Schedule) -> Iterator[_Collective]:
         before = slots.get((index, "before"), ())
         yield from issue(before)
         if event.kind == "collective":
-            yield _of_caller(event.name, last)
+            waited = [known[name] for op in before for name in op.waits]
+            yield _of_caller(event.name, list(map(max, last, *waited)) if waited else last)
         if before and isinstance(before[-1], Compute):
             inner = takewhile(lambda i: events[i].kind == "collective", range(index + 1, len(events)))
             for i in inner:

@@ -11,15 +11,20 @@ those of the CPU, run by one thread for each stream. It needs no hardware, and s
     from tests.device import simulated
 
     device = simulated.load(simulated.build())   # once in a process, before anything asks torch for an accelerator
-    x = torch.ones(3, device="sim")
+    x = torch.ones(3, device=simulated.NAME)
     device.races()                               # []
 
 A process that has loaded it has an accelerator for good, so tests load it in processes of their own: see
 `tests.device.harness`.
 """
 
+import os
+
 from .build import Unavailable as Unavailable
 from .build import build as build
+
+# What torch calls the device. With ``SIM_NAME=npu`` all tests run under the name of Ascend's.
+NAME = os.environ.get("SIM_NAME", "sim")
 
 # What `device.set_fault(name, every)` can make wrong at every n-th occasion.
 FAULTS = {
@@ -33,8 +38,8 @@ FAULTS = {
 }
 
 
-def load(library: object, name: str = "") -> object:
-    """Registers the device with torch; see `tests.device.simulated.module.load`."""
+def load(library: object) -> object:
+    """Registers the device with torch, by its `NAME`; see `tests.device.simulated.module.load`."""
     from .module import load
 
-    return load(library, name)
+    return load(library, NAME)

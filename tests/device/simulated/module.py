@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import types
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,13 @@ from .build import MODULE
 GROUP_BACKEND = "simulated"
 
 
-def load(library: Path, name: str = "") -> Any:
+def load(library: Path, name: str) -> Any:
     """Registers the device, and returns the compiled module, which has its settings and its findings.
 
     Args:
         library: the path that `build` returns.
-        name: of the device; by default ``$SIM_NAME``, or ``sim``.
+        name: of the device.
     """
-    name = name or os.environ.get("SIM_NAME", "sim")
     torch.utils.rename_privateuse1_backend(name)
     spec = importlib.util.spec_from_file_location(MODULE, library)
     assert spec is not None
