@@ -69,7 +69,7 @@ def test_a_step_has_the_bits_of_a_cpu_under_the_name_of_another_device() -> None
     """hpfunc asks torch for its device, and nowhere for a name."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"SIM_NAME": "npu", "PYTHONPATH": str(root)}
-    program = "from tests.device import test_simulated; test_simulated.run_by_name()"
+    program = "from tests.device.test_simulated_operators import run_by_name; run_by_name()"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, check=False
     )
