@@ -66,6 +66,7 @@ from ._values.partition import partition as partition
 from ._values.partition import unstack as unstack
 from ._values.picture import Picture as Picture
 from ._values.picture import visualize as visualize
+from ._values.tree import register_dataclass as register_dataclass
 from .nn import ModuleFunction as ModuleFunction
 from .nn import from_module as from_module
 from .nn import init_module as init_module

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -92,7 +93,7 @@ def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
         if not backend.is_tensor(leaf)
     ]
     if bad:
-        hint = "a ShardedArray is moved by hpfunc.reshard" if any(map(is_sharded, leaves)) else "make it a tensor first"
+        hint = _tensor_hint([leaf for leaf in leaves if not backend.is_tensor(leaf)])
         raise LeafError(message(function, f"a leaf is not a {mesh.framework} tensor", bad, hint=hint))
     if backend.name != mesh.framework:
         raise LeafError(message(function, f"{backend.name} tensors on a mesh of {mesh.framework}", mesh=mesh))
@@ -100,6 +101,21 @@ def check_tensors(function: str, name: str, tree: Any, mesh: Mesh) -> None:
     if empty := [f"{path}: {describe(leaf)}" for path, leaf in pairs if backend.device_of(leaf) == "meta"]:
         hint = "hpfunc.init and hpfunc.init_module make values part by part"
         raise LeafError(message(function, "a leaf is on the meta device, where it has no values", empty, hint=hint))
+
+
+def _tensor_hint(leaves: Sequence[Any]) -> str:
+    """Returns what to do about leaves that are not tensors."""
+    if any(map(is_sharded, leaves)):
+        return "a ShardedArray is moved by hpfunc.reshard"
+    for leaf in leaves:
+        name = type(leaf).__name__
+        if hasattr(leaf, "named_parameters") or hasattr(leaf, "parameters_and_names"):
+            return "a module is not a tree: apply, params = hpfunc.from_module(module), then shard params"
+        if dataclasses.is_dataclass(leaf) or hasattr(type(leaf), "__attrs_attrs__"):
+            return f"hpfunc.register_dataclass({name}) makes the objects of this class trees"
+        if isinstance(leaf, Iterator):
+            return f"a {name} can be read only once: give a dict or a list, such as dict(module.named_parameters())"
+    return "make it a tensor first"
 
 
 @uncompiled

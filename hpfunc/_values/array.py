@@ -17,7 +17,7 @@ from .._errors import DonatedError, LeafError, SpecError, UsageError, message
 from .dtypes import is_floating_dtype
 from .layout import Layout, Shape
 from .mesh import Mesh, PartitionSpec
-from .not_a_tensor import NotATensor, Size
+from .not_a_tensor import NotATensor, Size, shortened
 from .tree import paths
 
 
@@ -351,7 +351,9 @@ def describe(array: Any) -> str:
     if isinstance(array, ShardedArray):
         return f"shape {array.shape}, spec {array.spec}{', frozen' if array.is_frozen else ''}"
     shape = getattr(array, "shape", None)
-    return f"shape {tuple(shape)}" if shape is not None else f"{type(array).__name__} {array!r}"
+    if shape is not None:
+        return f"shape {tuple(shape)}"
+    return f"{type(array).__name__} {shortened(repr(array))}"
 
 
 def check_sharded(

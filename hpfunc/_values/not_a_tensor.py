@@ -184,6 +184,12 @@ def _short(value: Any) -> str:
     return text if len(text) < 30 else "..."
 
 
+def shortened(text: str) -> str:
+    """Returns a text of an object for one line of a message."""
+    first, *others = text.splitlines() or [""]
+    return f"{first[:80]}..." if others or len(first) > 80 else first
+
+
 def _remedy(form: str, *values: Any, new: bool = False) -> str:
     """Returns the lines for an expression: a unit, and if it is one of elements, the map over this rank's parts.
 
