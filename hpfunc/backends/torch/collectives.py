@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import private
 from .bytes import as_bytes
 
 # Neither gloo nor NCCL knows all of torch's dtypes. Tensors of others are sent as bytes, if they are not added up.
@@ -24,7 +25,7 @@ KNOWN = {
 # the process lives, even if the group was given up after a failure. So here all groups of a purpose share a device.
 # `new_group` passes options to registered backends only.
 HOST = "hpfunc_gloo"
-_gloo: Any = dist.ProcessGroupGloo  # whose type stubs lack some of its attributes
+_gloo: Any = dist.ProcessGroupGloo
 _devices: dict[str, list[Any]] = {}
 
 
@@ -34,11 +35,8 @@ def host_options(purpose: str, timeout_s: float) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         found = [_gloo.create_device(interface=name) for name in interfaces]
         _devices[purpose] = found or [_gloo.create_default_device()]
-    options = _gloo._Options()
-    options._devices = _devices[purpose]
-    options._threads = 2 * len(options._devices)  # as torch has it
-    options._timeout = timedelta(seconds=timeout_s)
-    return options
+    threads = 2 * len(_devices[purpose])  # as torch has it
+    return private.gloo_options(_devices[purpose], threads, timedelta(seconds=timeout_s))
 
 
 def _host_group(given: Any, options: Any) -> Any:
@@ -61,14 +59,11 @@ class _GivenUp:
         """It was."""
 
 
-def _names() -> dict[Any, Any]:
-    return dist.distributed_c10d._world.pg_names
-
-
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
     """Returns a new group of these ranks, which alone make it. See Note [Names of groups]."""
-    while dist.distributed_c10d._hash_ranks_to_str(list(ranks)) in _names().values():
-        _names()[_GivenUp()] = f"hpfunc {len(_names())}"
+    names = private.group_names()
+    while private.next_group_name(list(ranks)) in names.values():
+        names[_GivenUp()] = f"hpfunc {len(names)}"
     with _unsplit():
         return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
 
@@ -79,7 +74,7 @@ def _unsplit() -> Iterator[None]:
 
     torch would split it from that group, for which all ranks of the world have to make a group at this moment.
     """
-    default: Any = dist.distributed_c10d._get_default_group()
+    default: Any = private.default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         yield
@@ -95,9 +90,10 @@ def connect(group: Any, device: str) -> None:
 def give_up(group: Any) -> None:
     """Ends whatever a group is doing. A group of the host has threads, which end only when torch forgets it."""
     group.abort()
-    if (name := _names().get(group)) is not None and dist.get_backend(group) == HOST:  # else the caller has ended it
+    names = private.group_names()
+    if (name := names.get(group)) is not None and dist.get_backend(group) == HOST:  # else the caller has ended it
         dist.destroy_process_group(group)
-        _names()[_GivenUp()] = name
+        names[_GivenUp()] = name
 
 
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])
@@ -134,7 +130,7 @@ def start_on_stream(collective: str, group: Any, pairs: Sequence[tuple[torch.Ten
     The library takes several gathers, or several reduce-scatters, in one launch.
     """
     together = len(pairs) > 1 and collective in ("all_gather", "reduce_scatter")
-    with dist._coalescing_manager(group=group) if together else nullcontext():
+    with private.coalescing(group=group) if together else nullcontext():
         for send, receive in pairs:
             start(collective, group, send, receive, async_op=False)
 
