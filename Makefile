@@ -12,7 +12,9 @@ PYTEST_ARGS ?=
 N ?= 1000
 FUZZ_ARGS ?=
 
-VENV := .venv
+# `make test TORCH=2.14.1`: in an environment of its own, with this torch in the place of that in requirements/dev.txt.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -28,8 +30,9 @@ $(READY): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "hpfunc needs Python 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing the packages of requirements/dev.txt (once, takes minutes)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -r requirements/dev.txt
+	@echo "installing the packages of requirements/dev.txt$(if $(TORCH), with torch $(TORCH)) (once, takes minutes)"
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements/dev.txt > $(VENV)/requirements.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -r $(VENV)/requirements.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -52,7 +55,7 @@ bench: $(READY) ## hpfunc beside FSDP2 and DDP: tables, plots and targets (needs
 	$(BIN)/python examples/benchmarks/bench.py $(BENCH_ARGS)
 
 .PHONY: test
-test: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses; BACKEND=mindspore adds its own
+test: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## run all tests and the examples in docstrings; PYTEST_ARGS="-k mesh" chooses; BACKEND=mindspore adds its own; TORCH=2.14.1 takes that torch
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: fuzz
@@ -90,5 +93,5 @@ format: $(READY) ## format the code and apply safe fixes
 
 .PHONY: clean
 clean: ## remove everything that is built, the virtual environment too
-	rm -rf $(VENV) build dist docs/_build tests/device/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch-* build dist docs/_build tests/device/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ from ._errors import PolicyError as PolicyError
 from ._errors import ScheduleError as ScheduleError
 from ._errors import SpecError as SpecError
 from ._errors import UsageError as UsageError
+from ._errors import VersionError as VersionError
 from ._running.context import record_timeline as record_timeline
 from ._running.context import use_mesh as use_mesh
 from ._running.doctor.diagnosis import Diagnosis as Diagnosis

@@ -57,6 +57,10 @@ class LoweringError(HpfuncError, RuntimeError):
     """A step cannot be recorded without running it."""
 
 
+class VersionError(HpfuncError, ImportError):
+    """A framework is installed in a version that hpfunc cannot run on."""
+
+
 class HpfuncWarning(UserWarning):
     """Something is valid, but probably a mistake."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from .._errors import LeafError, MeshError, message
+from .._errors import LeafError, MeshError, VersionError, message
 from .installed import Installed
 from .protocol import Backend as Backend
 from .protocol import Counters as Counters
@@ -38,11 +38,14 @@ def get(name: str) -> Backend:
 
     Raises:
         MeshError: there is no such backend, or its framework is not installed.
+        VersionError: the framework is too old, or lacks private names that hpfunc uses.
     """
     if name not in _MODULES:
         raise MeshError(message("hpfunc.backends", f"no backend {name!r}", hint=f"one of {', '.join(_MODULES)}"))
     try:
         module = importlib.import_module(f".{_MODULES[name]}", __package__)
+    except VersionError:
+        raise
     except ImportError as error:
         hint = f"pip install 'hpfunc[{name}]'"
         raise MeshError(message("hpfunc.backends", f"cannot load {name!r}: {error}", hint=hint)) from error

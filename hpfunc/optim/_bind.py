@@ -74,11 +74,13 @@ class Bound:
 
         Communication: one all-reduce of one number, over all axes of the mesh.
         """
+        from ..backends.torch import private
+
         if not scaler.is_enabled():
             return
         scaler.unscale_(optimizer)
         mesh = leaves_of(_NAME, "params", self.params)[0].leaves[0].mesh
-        for found in scaler._found_inf_per_device(optimizer).values():
+        for found in private.found_inf(scaler, optimizer).values():
             found.copy_(pmax(found, mesh.axis_names, mesh=mesh))
 
 

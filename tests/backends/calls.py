@@ -23,13 +23,22 @@ class Call:
 
 
 def calls(package: str, files: list[str], root: Path = ROOT) -> list[Call]:
-    """Returns every call of a name of `package`; ``partial(name, ...)`` is one, too."""
+    """Returns every call of a name of `package`, private ones too; ``partial(name, ...)`` is one."""
     found: list[Call] = []
     for file in files:
         tree = ast.parse((root / file).read_text())
         aliases = {name: full for name, full in imported(tree).items() if full.partition(".")[0] == package}
+        aliases |= _private(tree, f"hpfunc.backends.{package}.private")
         found += [Call(*call, f"{root.name}/{file}:{line}") for call, line in _calls(tree, aliases)]
     return found
+
+
+def _private(tree: ast.Module, path: str) -> dict[str, str]:
+    """Returns the names by which a file knows the file of private names, or names in it."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    found = {alias.asname or alias.name: path for node in imports for alias in node.names if alias.name == "private"}
+    inside = [node for node in imports if (node.module or "").rpartition(".")[2] == "private"]
+    return found | {alias.asname or alias.name: f"{path}.{alias.name}" for node in inside for alias in node.names}
 
 
 def _calls(tree: ast.Module, aliases: dict[str, str]) -> Iterator[tuple[tuple[str, int, tuple[str, ...]], int]]:

@@ -1,4 +1,4 @@
-"""The private names of torch that hpfunc uses, found in hpfunc's sources."""
+"""The private names of frameworks that hpfunc uses, found in hpfunc's sources."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "hpfunc"
 
 
-def private_names(of_tensors: Iterable[str], root: Path = ROOT) -> dict[str, list[str]]:
-    """Returns each private name of torch, and where it is used, as ``path:line`` below `root`.
+def private_names(package: str, of_tensors: Iterable[str] = (), root: Path = ROOT) -> dict[str, list[str]]:
+    """Returns each private name of a framework, and where it is used, as ``path:line`` below `root`.
 
     A name of a module is written with its path, as in ``torch._foreach_add``. A private attribute of an object is
-    written ``*._version``: the sources do not tell of which object. It is torch's if tensors have it (`of_tensors`), or
-    if no class of hpfunc defines it.
+    written ``*._version``: the sources do not tell of which object. It is the framework's if tensors have it
+    (`of_tensors`), or if no class of hpfunc defines it. In a file that imports both frameworks it is MindSpore's. Names
+    that are looked up are left out: see `declared`.
     """
+    other = "mindspore" if package == "torch" else None
     trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _defined(tree)}.difference(of_tensors)
     found: dict[str, list[str]] = {}
     for path, tree in trees.items():
         aliases = imported(tree)
-        if not any(_is_torch(full) for full in aliases.values()):
+        packages = {full.partition(".")[0] for full in aliases.values()}
+        if package not in packages:
             continue
-        uses = [*_modules(tree, aliases)]
-        if not any(full.partition(".")[0] == "mindspore" for full in aliases.values()):
+        uses = [*_modules(tree, aliases, package)]
+        if other not in packages:
             uses += [(f"*.{name}", line) for name, line in _attributes(tree, aliases) if name not in own]
             uses += [(f"*.{name}", line) for name, line in _strings(tree)]
         for name, line in uses:
@@ -33,12 +36,28 @@ def private_names(of_tensors: Iterable[str], root: Path = ROOT) -> dict[str, lis
     return found
 
 
-def _is_torch(path: str) -> bool:
-    return path.partition(".")[0] == "torch"
+def declared(file: str, root: Path = ROOT) -> dict[str, list[str]]:
+    """Returns the names that a file looks up by `Lookup`, and where, as `private_names` does."""
+    found = _lookups(ast.parse((root / file).read_text()))
+    return {f"{module.value}.{names.value}": [f"{file}:{module.lineno}"] for module, names in found}
+
+
+def _lookups(tree: ast.Module) -> Iterator[tuple[ast.Constant, ast.Constant]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="_find" | "_getter") | ast.Attribute(attr="find" | "getter"),
+                args=[ast.Constant(value=str()) as module, ast.Constant(value=str()) as names],
+            ):
+                yield module, names
+
+
+def _is_of(package: str, path: str) -> bool:
+    return path.partition(".")[0] == package
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
@@ -71,34 +90,36 @@ def imported(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def _modules(tree: ast.Module, aliases: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields private names that are reached from a module of torch, with their lines."""
+def _modules(tree: ast.Module, aliases: dict[str, str], package: str) -> Iterator[tuple[str, int]]:
+    """Yields private names that are reached from a module of the framework, with their lines."""
     inner = {id(_without_cast(node.value)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         match node:
-            case ast.ImportFrom(module=str(module), names=names, level=0) if _is_torch(module):
+            case ast.ImportFrom(module=str(module), names=names, level=0) if _is_of(package, module):
                 paths = [f"{module}.{alias.name}" for alias in names]
                 yield from ((path, node.lineno) for path in paths if _part(path))
             case ast.Attribute() if id(node) not in inner:
                 path = path_of(node, aliases)
-                if path and _is_torch(path) and _part(path):
+                if path and _is_of(package, path) and _part(path):
                     yield path, node.lineno
 
 
 def _attributes(tree: ast.Module, aliases: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields private attributes of objects other than `self`, with their lines."""
+    """Yields private attributes of objects other than `self` and modules of frameworks, with their lines."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
                 pass
-            case ast.Attribute(attr=name) if _is_private(name) and not _is_torch(path_of(node, aliases) or ""):
-                yield name, node.lineno
+            case ast.Attribute(attr=name) if _is_private(name):
+                if (path_of(node, aliases) or "").partition(".")[0] not in ("torch", "mindspore"):
+                    yield name, node.lineno
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yields strings that name a private attribute, as in ``vars(module)["_buffers"]``, with their lines."""
     slots = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _names_slots(node)]
     known = {id(part) for assign in slots for part in ast.walk(assign)}
+    known |= {id(part) for lookup in _lookups(tree) for part in lookup}
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(name)) if _is_private(name) and name.isidentifier() and id(node) not in known:

@@ -14,6 +14,7 @@ from hpfunc._running import link_probe as _probe
 from hpfunc.backends import get
 from hpfunc.backends.torch import backend as _torch
 from hpfunc.backends.torch import collectives as _torch_collectives
+from hpfunc.backends.torch import private
 from hpfunc.backends.torch import streams as _torch_streams
 from hpfunc.planning.ops import Compute
 from tests.helpers.chain import data, layers, step
@@ -199,7 +200,7 @@ def test_on_a_device_the_messages_of_a_launch_go_out_together(
     def start(*args: Any, async_op: bool) -> None:
         calls.append("on a stream of the library" if async_op else "on the current stream")
 
-    monkeypatch.setattr(torch.distributed, "_coalescing_manager", group_of)
+    monkeypatch.setattr(private, "coalescing", group_of)
     monkeypatch.setattr(_torch_collectives, "start", start)
     sends, receives = ([torch.empty(n, device=device) for _ in range(count)] for n in (4, 8))
     works = _torch.TorchBackend().launch(collective, TwoRanks(), sends, receives)

@@ -88,31 +88,24 @@ def test_names_tell_groups_apart(ranks: tuple[int, int]) -> None:
 
 
 class Library:
-    """Stands for the backend of a group: it notes what is called, with `_group_start` as NCCL's has it or without."""
+    """Stands for a group, and for its library: it notes what is called, with `_group_start` as NCCL's has it or not."""
 
     def __init__(self, calls: list[str], name: str, *, aborts_together: bool) -> None:
-        self.note, self.name = calls.append, name
+        self.abort = partial(calls.append, f"abort {name}")
         if aborts_together:
             self._group_start, self._group_end = (partial(calls.append, text) for text in ("start", "end"))
-        self._device_types = ["any"]
-
-    def _get_backend(self, device: str) -> Library:
-        return self
-
-    def abort(self) -> None:
-        self.note(f"abort {self.name}")
 
 
 @pytest.mark.parametrize("aborts_together", [True, False])
-def test_communicators_of_nccl_are_aborted_together(aborts_together: bool) -> None:
+def test_communicators_of_nccl_are_aborted_together(monkeypatch: pytest.MonkeyPatch, aborts_together: bool) -> None:
     calls: list[str] = []
-    mine = groups.Groups()
     libraries = [Library(calls, "gloo", aborts_together=False)]
     libraries += [Library(calls, name, aborts_together=aborts_together) for name in ("a", "b")]
-    mine._made = dict(enumerate(libraries))  # type: ignore[assignment]
-    mine._world = dist.group.WORLD
+    monkeypatch.setattr(groups.private, "libraries_of", lambda group: [group])
+    mine = groups.Groups()
+    mine._made, mine._world = dict(enumerate(libraries)), dist.group.WORLD  # type: ignore[assignment]
     mine.abort()
-    aborts = [f"abort {each.name}" for each in libraries]
+    aborts = ["abort gloo", "abort a", "abort b"]
     assert calls == (["start", *aborts, "end"] if aborts_together else aborts)
     assert not mine._made
 

@@ -16,10 +16,16 @@ from tests.errors import (
     test_policies,
     test_steps,
     test_values,
+    test_versions,
 )
 from tests.helpers.refusals import GOLDEN
 
-WARNINGS = {"nothing_can_be_hidden", "one_unit_holds_most_of_the_weights", "the_whole_model_is_one_unit"}
+WARNINGS = {
+    "nothing_can_be_hidden",
+    "one_unit_holds_most_of_the_weights",
+    "the_whole_model_is_one_unit",
+    test_versions.NEW,
+}
 FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))
 
 
@@ -33,6 +39,7 @@ def test_each_text_has_its_test() -> None:
         test_meshes,
         test_modes,
         test_autograd,
+        test_versions,
     )
     cases = [name for module in modules for name in module.CASES]
     assert len(set(cases)) == len(cases)

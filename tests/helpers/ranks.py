@@ -198,7 +198,8 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own use, on the first jvp
+    for category in (DeprecationWarning, FutureWarning):  # torch's own use, on the first jvp: before 2.14, and since
+        warnings.filterwarnings("ignore", ".*torch.jit.script", category)
     # True of many models that are drawn at random, and small.
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
     _join(rank, size, directory, backends)

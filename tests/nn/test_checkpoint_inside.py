@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -73,12 +74,22 @@ def to_the_end(block: Block, x: Tensor) -> Tensor:
     return again(block.inner, x, early_stop=False).sin()
 
 
+contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+# Since torch 2.14 the caller says whether what such a checkpoint keeps goes through hooks, as hpfunc's are.
+CHOOSES_HOOKS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+
+
 def selective(block: Block, x: Tensor) -> Tensor:
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    return again(block.inner, x, context_fn=contexts)
+    options = {"respect_saved_tensors_hooks": False} if CHOOSES_HOOKS else {}
+    return again(block.inner, x, context_fn=contexts, **options)
 
 
-WAYS = {fn.__name__: fn for fn in (whole, by_keywords, without_arguments, a_part, nested, twice, to_the_end, selective)}
+def selective_by_hooks(block: Block, x: Tensor) -> Tensor:
+    return again(block.inner, x, context_fn=contexts, respect_saved_tensors_hooks=True)
+
+
+EVERYWHERE = (whole, by_keywords, without_arguments, a_part, nested, twice, to_the_end, selective)
+WAYS = {fn.__name__: fn for fn in (*EVERYWHERE, *([selective_by_hooks] if CHOOSES_HOOKS else []))}
 
 
 class Net(nn.Module):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...backends.versions import Version, dotted
 from .devices import seen_devices
 from .diagnosis import Row
-from .facts import Facts, Version, dotted
+from .facts import Facts
 from .nccl import is_on
 
 _SOURCE = (

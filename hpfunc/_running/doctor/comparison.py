@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ...backends.versions import dotted
 from .devices import own_device
 from .diagnosis import Row, Verdict
-from .facts import Facts, dotted, shown
+from .facts import Facts, shown
 
 _COMMUNICATORS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html"
 _PREFIXES = ("ASCEND_", "GLOO_", "HCCL_", "HPFUNC_", "NCCL_", "PYTORCH_", "TORCH_NCCL_")

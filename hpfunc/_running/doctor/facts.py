@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Version = tuple[int, ...]
+from ...backends.versions import Version
+
 State = Literal["loads", "absent", "fails", "untried"]
 UNLIMITED = 1 << 62  # what a limit of the system that does not exist counts as
 
@@ -105,21 +106,6 @@ class Facts:
     def spans_machines(self) -> bool:
         """Whether the launcher says that there are processes on other machines."""
         return self.number("LOCAL_WORLD_SIZE") is not None and self.num_ranks > self.num_local_ranks
-
-
-def version_of(text: str) -> Version:
-    """Returns the numbers of a version.
-
-    >>> version_of("2.13.0+cu130"), version_of("unknown")
-    ((2, 13, 0), ())
-    """
-    found = re.match(r"\s*(\d{1,9}(?:\.\d{1,9})*)", text)
-    return tuple(int(number) for number in found[1].split(".")) if found else ()
-
-
-def dotted(version: Version) -> str:
-    """Returns a version as text."""
-    return ".".join(map(str, version))
 
 
 def shown(value: str) -> str:

@@ -11,7 +11,8 @@ import socket
 import threading
 from pathlib import Path
 
-from .facts import UNLIMITED, Device, Version
+from ...backends.versions import Version
+from .facts import UNLIMITED, Device
 
 _LOOKUP_S = 1.0
 _CGROUP = Path("/sys/fs/cgroup")

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...backends.versions import Version, dotted
 from .devices import seen_devices
 from .diagnosis import Row, Verdict
-from .facts import UNLIMITED, Facts, Version, dotted, shown
+from .facts import UNLIMITED, Facts, shown
 
 _GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/"
 _SETTINGS = _GUIDE + "env.html"

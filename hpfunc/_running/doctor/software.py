@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...backends.versions import TESTED, Version, asked, dotted, version_of
 from .diagnosis import Row, Verdict
-from .facts import Facts, Loading, Version, dotted, shown, version_of
+from .facts import Facts, Loading, shown
 
-TESTED: dict[str, tuple[Version, Version | None]] = {
-    "Python": ((3, 11), None),
-    "optree": ((0, 20), None),
-    "numpy": ((1, 26), None),
-    "torch": ((2, 13), (2, 14)),
-    "torch_npu": ((2, 13), (2, 14)),
-    "mindspore": ((2, 10), (2, 11)),
-}
-"""From which version on, and before which, hpfunc is tested: what `pyproject.toml` asks for."""
 _BEFORE_NUMPY_2: Version = (2,)  # MindSpore's import, or its first operator, may fail with numpy 2
 _NEEDS = {"torch": {"torch"}, "torch_npu": {"torch", "torch_npu"}, "mindspore": {"mindspore"}}
 
@@ -44,10 +36,11 @@ def _version_row(name: str, facts: Facts) -> Row:
     needed = name in ("Python", "optree") or name in _NEEDS.get(facts.used, {facts.used})
     if name == "numpy":
         needed = facts.used == "mindspore"
-    asked = f"{name}>={dotted(first)}" + (f",<{dotted(end)}" if end else "")
-    verdict: Verdict = "wrong" if needed else "warn"
-    remedy = f"use Python {dotted(first)} or newer" if name == "Python" else f"pip install '{asked}'"
-    return Row(name, f"{value}; tested with {asked.removeprefix(name)}", verdict, remedy)
+    is_new = version >= first and name != "numpy"
+    wanted = asked(name, end)
+    verdict: Verdict = "wrong" if needed and not is_new else "warn"
+    remedy = f"use Python {dotted(first)} or newer" if name == "Python" else f"pip install '{wanted}'"
+    return Row(name, f"{value}; tested with {wanted.removeprefix(name)}", verdict, remedy)
 
 
 def backend_rows(facts: Facts) -> Iterator[Row]:

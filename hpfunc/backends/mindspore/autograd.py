@@ -21,12 +21,11 @@ from typing import Any, cast
 import mindspore
 import optree
 from mindspore import ops
-from mindspore.common._grad_function import _Function
-from mindspore.graph.api import _pynative_executor as executor
 
 from ..._errors import UsageError, message
 from ..unit_rules import is_called_by, refuse_loss, taken_apart
 from ..unit_use import UnitUse
+from .private import Function, executor, requires_grad
 from .units import UNIT, Bridge, UnitCall, explaining, forgetting, is_tensor, recording, refuse_escapes, use_plain
 
 Tensor = Any
@@ -36,7 +35,7 @@ def _token() -> Tensor:
     return mindspore.Tensor([0.0], mindspore.float32)
 
 
-class _Wholes(_Function):
+class _Wholes(Function):
     """The trainable whole weights of one use, and a token. See Note [Frozen weights]."""
 
     @staticmethod
@@ -52,7 +51,7 @@ class _Wholes(_Function):
         return None, None
 
 
-class _Gate(_Function):
+class _Gate(Function):
     """The outputs of one use, and a token."""
 
     @staticmethod
@@ -68,7 +67,7 @@ class _Gate(_Function):
         return None, _token(), *gradients[:-1]  # else the engine would not reach the weights' node
 
 
-class _Leaf(_Function):
+class _Leaf(Function):
     """An alias of a tensor that puts its gradient into the tape."""
 
     @staticmethod
@@ -92,7 +91,7 @@ class _LeafPlace:
     local: Tensor
 
 
-class _Linear(_Function):
+class _Linear(Function):
     """A linear map and its transpose."""
 
     @staticmethod
@@ -129,7 +128,7 @@ def linear(
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Returns whether one of the tensors takes part in a differentiation."""
-    return executor.requires_grad() and any(is_tensor(tensor) and tensor._requires_grad for tensor in tensors)
+    return executor.requires_grad() and any(is_tensor(tensor) and requires_grad(tensor) for tensor in tensors)
 
 
 class MindSporeTape:
@@ -182,7 +181,7 @@ class MindSporeTape:
             raise _no_recomputation(rule)
         wholes = use.before_forward()
         inputs = [leaf for leaf in optree.tree_leaves(cast(Any, [args, kwargs])) if is_tensor(leaf)]
-        use.needs_backward = any(use.trainable) or any(x._requires_grad for x in inputs)
+        use.needs_backward = any(use.trainable) or any(requires_grad(x) for x in inputs)
         if not use.needs_backward:
             return use_plain(self.bridge, fn, wholes, use.names, *args, **kwargs)
         call = UnitCall(self, use, wholes)
@@ -196,7 +195,7 @@ class MindSporeTape:
         return self._gated(call, token, outputs)
 
     def _gated(self, call: UnitCall, token: Tensor, outputs: Any) -> Any:
-        leaves, put_back = taken_apart(outputs, lambda leaf: is_tensor(leaf) and leaf._requires_grad)
+        leaves, put_back = taken_apart(outputs, lambda leaf: is_tensor(leaf) and requires_grad(leaf))
         *gated, token = _Gate.apply(call, token, *leaves)
         self._tokens.append(token)
         return put_back(gated)

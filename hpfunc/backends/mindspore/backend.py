@@ -18,6 +18,8 @@ def _backend() -> Backend:
         raise ImportError(f"MindSpore needs numpy < 2, found {np.__version__}")
     import mindspore
 
+    from . import private  # noqa: F401 - refuses a version that lacks one of them
+
     target = mindspore.get_context("device_target")
     if target not in ("Ascend", "CPU"):
         raise ImportError(f"MindSpore runs on {target} here; hpfunc knows its CPU and Ascend (mindspore.set_device)")

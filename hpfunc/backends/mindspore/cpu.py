@@ -40,7 +40,6 @@ import torch.distributed as dist
 from mindspore import ops
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.device_context.cpu import op_tuning
-from mindspore.graph.api import _pynative_executor as executor
 
 from ..._errors import MeshError, message
 from ..foreach import Foreach
@@ -48,6 +47,7 @@ from ..protocol import Job
 from ..torch.backend import TorchBackend
 from .common import MindSporeDifferentiation
 from .foreach import HostForeach
+from .private import executor
 from .units import Bridge, dtype_of
 
 Tensor = Any

@@ -8,16 +8,18 @@ from typing import Any
 
 import optree
 import torch
-from torch._subclasses.fake_tensor import (
+
+from ..._errors import LoweringError, message
+from .private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedOperatorException,
+    disable_current_modes,
+    storage_id,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-from ..._errors import LoweringError, message
 
 _UNKNOWN_VALUE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -43,7 +45,7 @@ def abstract() -> Iterator[Callable[[Any], Any]]:
 
 
 @contextmanager
-def _without_data(function: str, what: str, hint: str) -> Iterator[FakeTensorMode]:
+def _without_data(function: str, what: str, hint: str) -> Iterator[Any]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
@@ -92,7 +94,7 @@ class _Recorder(TorchDispatchMode):
             self._note(func, args, kwargs or {}, out)
             return out
         generator = (kwargs or {}).get("generator") or torch.default_generator
-        with _disable_current_modes():
+        with disable_current_modes():
             self._look(generator)
             self._note(func, args, kwargs or {}, out)
             torch.rand(1, generator=generator, device=generator.device)
@@ -137,7 +139,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def deferred(init_fn: Callable[[], Any], prepare: Callable[[Any], Keep]) -> Any:

@@ -37,19 +37,17 @@ from typing import Any, cast
 
 import optree
 import torch
-from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.utils.checkpoint import checkpoint
 
 from ..._errors import UsageError, message
 from ..unit_rules import is_called_by, refuse_escaped, refuse_loss, refusing_writes, taken_apart
 from ..unit_use import UnitUse
-from . import borrowed
+from . import borrowed, private
 from .arguments import Arguments, refuse, refuse_changes
 from .modes import differentiating, ordinary
-from .saved_tensors import Saving, Wholes, during, enclosing_hooks, storage_of
+from .saved_tensors import Saving, Wholes, during, storage_of
 
 Tensor = torch.Tensor
-_graph_task = torch._C._current_graph_task_id  # of the engine that runs on this thread, -1 if there is none
 
 
 class _Wholes(torch.autograd.Function):
@@ -119,14 +117,14 @@ def _begin_inner_backward(gate: Any, inner: UnitUse) -> None:
     if use.scope is not None:
         _ = node.saved_tensors
 
-    keeps = keeps_graph()
+    keeps = private.keeps_graph()
 
     def end() -> None:
         node.held.end()
         if not keeps:  # else the graph of this backward may have saved such a weight, for the outer one to read
             node.outliving.empty()
 
-    cast(Any, torch.autograd.Variable._execution_engine).queue_callback(end)
+    private.queue_callback(end)
     if not keeps:
         gate.is_freed = True
         use.dismiss()
@@ -231,7 +229,7 @@ def _forgetting(
 def _version(x: Any) -> Any:
     """Returns a value that changes when a tensor is written to, or a generator is drawn from."""
     if isinstance(x, Tensor):
-        return 0 if x.is_inference() else x._version
+        return 0 if x.is_inference() else private.version_of(x)
     return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
 
 
@@ -241,7 +239,7 @@ class TorchTape:
     def __init__(self, device: str) -> None:
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._tokens: list[Tensor] = []
-        self._graph_task = _graph_task()
+        self._graph_task = private.graph_task()
         self.leaves: list[Tensor] = []
 
     def close(self) -> None:
@@ -265,7 +263,7 @@ class TorchTape:
             raise UsageError(message("hpfunc.unit", "a unit runs under reentrant checkpointing", hint=hint))
 
     def use_unit(self, fn: Callable[..., Any], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
-        if _graph_task() != self._graph_task:
+        if private.graph_task() != self._graph_task:
             rule = f"the unit {use.label!r} is computed again for a differentiation inside of the loss"
             hint = "recompute by units, hpfunc.unit(fn, remat=True), in the place of a checkpoint around them"
             raise UsageError(message("hpfunc.unit", rule, hint=hint))
@@ -301,7 +299,7 @@ class TorchTape:
         )
         if not use.needs_backward or not torch.is_grad_enabled():
             return use_plain(fn, wholes, use.names, *args, **kwargs), None
-        enclosing = enclosing_hooks(True)
+        enclosing = private.enclosing_hooks(True)
         use.scope = _mark(enclosing[1]) if enclosing else None
         held = Wholes(use)
         *weights, token = _apply_wholes(held, wholes, self._anchor)

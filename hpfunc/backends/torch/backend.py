@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 
 from ..foreach import Foreach
 from ..protocol import Collective, Counters, Job, Poll, Purpose
 from ..streams import DeviceStreams
-from . import collectives, modes
+from . import collectives, modes, private
 from .abstract import abstract, deferred, is_abstract, random_states, set_random_state
 from .autograd import TorchTape, use_plain
 from .bytes import to_bytes
@@ -135,7 +134,7 @@ class TorchBackend:
 
     def num_writes(self, tensor: torch.Tensor) -> int | None:
         try:  # all parts of a larger tensor share one counter
-            return tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else None
+            return private.version_of(tensor) if tensor.untyped_storage().nbytes() == tensor.nbytes else None
         except RuntimeError:  # made in inference mode, or a wrapper of torch.func
             return None
 
@@ -151,7 +150,7 @@ class TorchBackend:
 
     def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+            private.foreach_copy_([target for target, _ in copies], [source for _, source in copies])
         self.counters.bytes_copied += sum(target.nbytes for target, _ in copies)
 
     def fill(self, target: torch.Tensor, value: float) -> None:
@@ -250,8 +249,8 @@ class TorchBackend:
     set_random_state = staticmethod(set_random_state)
 
     def register(self, array_type: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
-        if array_type not in pytree.SUPPORTED_NODES:
-            pytree.register_pytree_node(
+        if array_type not in private.SUPPORTED_NODES:
+            private.register_pytree_node(
                 array_type,
                 lambda array: (list(flatten(array)[0]), flatten(array)[1]),
                 lambda children, metadata: unflatten(metadata, children),
@@ -259,7 +258,7 @@ class TorchBackend:
 
 
 def _store() -> dist.Store:
-    return dist.PrefixStore("hpfunc", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore("hpfunc", private.default_store())
 
 
 def _leave() -> None:

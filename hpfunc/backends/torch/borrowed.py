@@ -16,12 +16,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from . import private
+
 Tensor = torch.Tensor
-_count_storage = cast(Any, torch._C)._storage_Use_Count
 
 
 def take(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -46,13 +47,14 @@ def take(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 def _holders(gradient: Tensor) -> tuple[int, ...]:
     """Returns the number of holders of a gradient, and of its base if it is a view of another tensor."""
     storage = gradient.untyped_storage()
-    held = (cast(Any, gradient)._use_count(), sys.getrefcount(gradient), _count_storage(storage._cdata))
+    num_over = private.storage_use_count(private.storage_id(storage))
+    held = (private.use_count(gradient), sys.getrefcount(gradient), num_over)
     if not storage.resizable():
         return ()
-    if not gradient._is_view():
+    if not private.is_view(gradient):
         return held
-    base = cast(Any, gradient._base)
-    return (*held, base._use_count(), sys.getrefcount(base))
+    base = private.base_of(gradient)
+    return (*held, private.use_count(base), sys.getrefcount(base))
 
 
 class _Lender(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import private
 from .bytes import as_bytes
 
 # Neither gloo nor NCCL knows all of torch's dtypes. Tensors of others are sent as bytes, if they are not added up.
@@ -49,7 +50,7 @@ def start_on_stream(collective: str, group: Any, pairs: Sequence[tuple[torch.Ten
     The library takes several gathers, or several reduce-scatters, in one launch.
     """
     together = len(pairs) > 1 and collective in ("all_gather", "reduce_scatter")
-    with dist._coalescing_manager(group=group) if together else nullcontext():
+    with private.coalescing(group=group) if together else nullcontext():
         for send, receive in pairs:
             start(collective, group, send, receive, async_op=False)
 

@@ -13,14 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._dynamo import eval_frame
+from . import private
 
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _REASON = "hpfunc communicates there; compile the function of a unit: hpfunc.unit(torch.compile(block_fn))"
 
 
 def leave_alone(fn: Callable[..., Any]) -> None:
     """Lets `fn` run uncompiled wherever it is called."""
-    named: Any = fn  # the tracer looks at the attributes, a running frame at its code
-    named._torchdynamo_disable, named._torchdynamo_disable_msg = True, _REASON
-    eval_frame.set_code_exec_strategy(named.__code__, _SKIP)
+    private.run_uncompiled(fn, _REASON)

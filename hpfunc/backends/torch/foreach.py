@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import private
 from .modes import ordinary
 
 Tensors = list[torch.Tensor]
@@ -48,48 +49,48 @@ class TorchForeach:
     def writable(self, xs: Tensors) -> list[torch.Tensor]:
         # 0: no two elements share memory; 1: some do, and torch refuses to write; 2: torch cannot tell, and writes.
         with torch.inference_mode(False):
-            return [x.clone() if torch._debug_has_internal_overlap(x) == 1 else x for x in map(ordinary, xs)]
+            return [x.clone() if private.internal_overlap(x) == 1 else x for x in map(ordinary, xs)]
 
     @torch.no_grad()
     def scaled(self, xs: Tensors, factor: float | torch.Tensor | list[float]) -> list[torch.Tensor]:
         # A product of two 0-dim tensors has the wider dtype of the two.
-        return [y.to(x.dtype) for x, y in zip(xs, torch._foreach_mul(xs, factor), strict=True)]
+        return [y.to(x.dtype) for x, y in zip(xs, private.foreach_mul(xs, factor), strict=True)]
 
     @torch.no_grad()
     def added(self, xs: Tensors, ys: Tensors, factor: float = 1.0) -> list[torch.Tensor]:
-        return [z.to(x.dtype) for x, z in zip(xs, torch._foreach_add(xs, ys, alpha=factor), strict=True)]
+        return [z.to(x.dtype) for x, z in zip(xs, private.foreach_add(xs, ys, alpha=factor), strict=True)]
 
     @torch.no_grad()
     def roots(self, xs: Tensors) -> list[torch.Tensor]:
-        return list(torch._foreach_sqrt(xs))
+        return list(private.foreach_sqrt(xs))
 
     @torch.no_grad()
     def scale_(self, xs: Tensors, factor: float) -> None:
-        torch._foreach_mul_(xs, factor)
+        private.foreach_mul_(xs, factor)
 
     @torch.no_grad()
     def divide_(self, xs: Tensors, divisor: float) -> None:
-        torch._foreach_div_(xs, divisor)
+        private.foreach_div_(xs, divisor)
 
     @torch.no_grad()
     def shift_(self, xs: Tensors, number: float) -> None:
-        torch._foreach_add_(xs, number)
+        private.foreach_add_(xs, number)
 
     @torch.no_grad()
     def add_(self, xs: Tensors, ys: Tensors) -> None:
-        torch._foreach_add_(xs, ys)
+        private.foreach_add_(xs, ys)
 
     @torch.no_grad()
     def lerp_(self, xs: Tensors, ys: Tensors, weight: float) -> None:
-        torch._foreach_lerp_(xs, ys, weight)
+        private.foreach_lerp_(xs, ys, weight)
 
     @torch.no_grad()
     def add_square_(self, xs: Tensors, ys: Tensors, factor: float) -> None:
-        torch._foreach_addcmul_(xs, ys, ys, factor)
+        private.foreach_addcmul_(xs, ys, ys, factor)
 
     @torch.no_grad()
     def add_quotient_(self, xs: Tensors, ys: Tensors, zs: Tensors, factor: float) -> None:
-        torch._foreach_addcdiv_(xs, ys, zs, factor)
+        private.foreach_addcdiv_(xs, ys, zs, factor)
 
     @torch.no_grad()
     def num_not_finite(self, xs: Tensors) -> torch.Tensor:
@@ -97,13 +98,13 @@ class TorchForeach:
         if not filled:
             return torch.zeros((), device=xs[0].device)
         # The largest element is NaN or infinite if any is. It is in the dtype of its tensor: no narrower one.
-        largest = torch._foreach_norm(filled, torch.inf)
+        largest = private.foreach_norm(filled, torch.inf)
         return torch.stack([torch.isfinite(x) for x in largest]).logical_not().sum(dtype=torch.float32)
 
     @torch.no_grad()
     def sum_of_squares(self, xs: Tensors) -> torch.Tensor:
         wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
-        return torch.stack(torch._foreach_norm(xs, 2, dtype=wide)).square().sum()
+        return torch.stack(private.foreach_norm(xs, 2, dtype=wide)).square().sum()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

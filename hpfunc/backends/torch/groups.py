@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..._errors import MeshError, message
 from ..protocol import Purpose
+from . import private
 
 # Note [Small messages travel apart]
 # gloo gives the ranks of a group one connection for each pair of them. A message of a few kilobytes that shares it with
@@ -77,11 +78,11 @@ class Groups:
             self._forget_another_world()
             groups = [*self._made.values(), *self._for_small.values()]
             self._made, self._for_small = {}, {}
-            with _together(groups):
+            with private.aborting([library for group in groups for library in private.libraries_of(group)]):
                 for group in groups:
                     group.abort()
             for group in groups:  # the threads of a group on the host end only when torch forgets it
-                if group in _torch().pg_map and dist.get_backend(group) == HOST:  # else the caller has ended it
+                if private.knows_group(group) and dist.get_backend(group) == HOST:  # else the caller has ended it
                     dist.destroy_process_group(group)
 
     def _forget_another_world(self) -> None:
@@ -123,47 +124,24 @@ def new_group(
 
     As `torch.distributed.new_group` with ``use_local_synchronization=True, sort_ranks=False``, which takes no name.
     """
-    world, ranks = _torch(), list(ranks)
-    default = dist.distributed_c10d._get_default_group()
-    with _unsplit(default):
-        group, _ = dist.distributed_c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            dist.Backend(backend),
-            world.pg_map[default][1],  # the store at which the processes met
-            dist.distributed_c10d.GroupName(name),
-            backend_options=options,
-            timeout=timedelta(seconds=timeout_s),
-            group_desc=f"hpfunc {purpose}",
-        )
-    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
+    ranks = list(ranks)
+    place, timeout = ranks.index(dist.get_rank()), timedelta(seconds=timeout_s)
+    with _unsplit():
+        return private.new_group(ranks, place, name, f"hpfunc {purpose}", dist.Backend(backend), timeout, options)
 
 
 @contextmanager
-def _unsplit(default: Any) -> Iterator[None]:
+def _unsplit() -> Iterator[None]:
     """Within it a group is made by its own ranks alone, even if the caller has bound the default group to a device.
 
     torch would split it from that group, for which all ranks of the world have to make a group at this moment.
     """
+    default: Any = private.default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         yield
     finally:
         default.bound_device_id = bound
-
-
-@contextmanager
-def _together(groups: Sequence[Any]) -> Iterator[None]:
-    """Within it the communicators of NCCL are aborted at once: in turn, one could wait for another's collective."""
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    together = next((each for each in backends if hasattr(each, "_group_start") and hasattr(each, "_group_end")), None)
-    with ExitStack() as stack:
-        if together is not None:
-            together._group_start()
-            stack.callback(together._group_end)
-        yield
 
 
 def host_options(purpose: str, timeout_s: float) -> Any:
@@ -172,22 +150,14 @@ def host_options(purpose: str, timeout_s: float) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         found = [_gloo.create_device(interface=name) for name in interfaces]
         _devices[purpose] = found or [_gloo.create_default_device()]
-    options = _gloo._Options()
-    options._devices = _devices[purpose]
-    options._threads = 2 * len(options._devices)  # as torch has it
-    options._timeout = timedelta(seconds=timeout_s)
-    return options
+    threads = 2 * len(_devices[purpose])  # as torch has it
+    return private.gloo_options(_devices[purpose], threads, timedelta(seconds=timeout_s))
 
 
 def _host_group(given: Any, options: Any) -> Any:
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = given.group_id
     return _gloo(given.store, given.group_rank, given.group_size, options)
-
-
-def _torch() -> Any:
-    """Returns torch's table of groups."""
-    return dist.distributed_c10d._world
 
 
 dist.Backend.register_backend(HOST, _host_group, extended_api=True, devices=["cpu"])

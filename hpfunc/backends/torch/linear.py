@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..._errors import UsageError, message
+from . import private
 
 Tensor = torch.Tensor
 
@@ -52,7 +52,7 @@ def linear(forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Te
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Returns whether torch.func is active, or one of the tensors takes part in a differentiation."""
-    if peek_interpreter_stack() is not None:
+    if private.interpreter_stack() is not None:
         return True
     records = torch.is_grad_enabled()
     return any(

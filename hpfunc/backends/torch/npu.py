@@ -7,8 +7,12 @@ machines that test this project.
 
 from __future__ import annotations
 
-import torch_npu  # noqa: F401 - imported for its effect
+import torch
+import torch_npu  # for its effect, too
 
+from ..versions import refuse_unlike
 from .backend import BACKEND
+
+refuse_unlike("torch_npu", torch_npu.__version__, "torch", torch.__version__)
 
 __all__ = ["BACKEND"]

@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks as enclosing_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..._errors import UsageError, message
 from ..unit_use import UnitUse
+from . import private
 
 Tensor = torch.Tensor
 Kind = tuple[torch.dtype, bool, bool]  # of a view: dtype, whether it is conjugated, whether it is negated
@@ -37,7 +37,7 @@ _VERSION = "_hpfunc_version"
 def storage_of(tensor: Tensor) -> int | None:
     """Returns a value that two tensors share exactly if they share memory; None for a tensor without a storage."""
     try:
-        return tensor.untyped_storage()._cdata
+        return private.storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -88,7 +88,7 @@ class Saving:
             for i, x in enumerate(tensors)
             if wholes.use.released[i]
         }
-        self._enclosing: Any = enclosing_hooks(True)
+        self._enclosing: Any = private.enclosing_hooks(True)
 
     def hooks(self) -> saved_tensors_hooks:
         """Returns the context in which the hooks are active."""
@@ -101,20 +101,20 @@ class Saving:
         # A node that keeps its own output would keep itself alive: a cycle that no collector sees.
         alias = tensor.detach()
         if self._enclosing:
-            setattr(alias, _VERSION, alias._version)
+            setattr(alias, _VERSION, private.version_of(alias))
             return (self._enclosing[0](alias),)
-        return alias, alias._version
+        return alias, private.version_of(alias)
 
     def _unpack(self, saved: Any) -> Tensor:
         if len(saved) == 2:
             alias, version = saved
-            if alias._version != version:
+            if private.version_of(alias) != version:
                 raise self._written(alias, version)
             return alias
         if len(saved) == 1:
             found = self._enclosing[1](saved[0])
             version = vars(found).get(_VERSION)
-            if version is not None and found._version != version:
+            if version is not None and private.version_of(found) != version:
                 raise self._written(found, version)
             return found
         index, kind, *geometry = saved
@@ -126,7 +126,8 @@ class Saving:
 
     def _written(self, saved: Tensor, version: int) -> UsageError:
         dtype = str(saved.dtype).removeprefix("torch.")
-        found = f"shape {tuple(saved.shape)}, {dtype}: saved at version {version}, now at version {saved._version}"
+        now = private.version_of(saved)
+        found = f"shape {tuple(saved.shape)}, {dtype}: saved at version {version}, now at version {now}"
         rule = f"a tensor that the unit {self._wholes.use.label!r} saved for its backward was written to in place since"
         hint = "write out of place (`x = x + y` for `x += y`), or write into a clone"
         return UsageError(message("hpfunc.unit", rule, [found], hint=hint))
@@ -149,7 +150,7 @@ def _another_kind(whole: Tensor, kind: Kind, shape: Sequence[int], stride: Seque
     view = torch.empty(0, dtype=dtype, device=whole.device)
     view.set_(whole.untyped_storage(), start + offset, shape, stride)
     view = view.conj() if is_conj else view
-    return torch._neg_view(view) if is_neg else view
+    return private.neg_view(view) if is_neg else view
 
 
 def during(wholes: Wholes, tensors: Sequence[Tensor], run: Callable[[], Any]) -> Any:

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from ..protocol import Counters, Poll
 from ..streams import DeviceStreams
 from ..watch import POLL_S, Watch
+from . import private
 
 _HIGH_PRIORITY = -1  # a collective that is ready goes before compute that is ready
 _NOT_PROFILED = nullcontext()
@@ -108,7 +109,7 @@ class HostStreams:
         self.counters.wait_s += time.perf_counter() - start
 
     def runs_at_once(self) -> bool:
-        return not _profiling()
+        return not private.is_profiling()
 
     def memory(self, stream: str) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -150,8 +151,4 @@ def device_streams(device: torch.device, abort: Callable[[], None], module: Any 
 
 
 def _span(label: str) -> AbstractContextManager[Any]:
-    return record_function(f"hpfunc::{label}") if _profiling() else _NOT_PROFILED
-
-
-def _profiling() -> bool:
-    return torch.autograd.profiler._is_profiler_enabled
+    return record_function(f"hpfunc::{label}") if private.is_profiling() else _NOT_PROFILED

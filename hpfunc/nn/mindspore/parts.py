@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from mindspore import nn
 
+from ...backends.mindspore.private import params_of
 from .._choose import Parts
 
 STATE = frozenset({"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"})
@@ -22,7 +23,7 @@ def is_state(name: str, parameter: object) -> bool:
 
 
 def _own(cell: nn.Cell) -> list[str]:
-    return [name for name, x in vars(cell)["_params"].items() if x is not None and not is_state(name, x)]
+    return [name for name, x in params_of(cell).items() if x is not None and not is_state(name, x)]
 
 
 PARTS = Parts(

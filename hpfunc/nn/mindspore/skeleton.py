@@ -20,13 +20,13 @@ from typing import Any
 import mindspore
 import numpy as np
 from mindspore import nn, ops
-from mindspore.graph.api import _pynative_executor as executor
 
 from ... import backends
 from ..._errors import UsageError, message
 from ..._running.context import module_call
 from ..._transforms.unit import unit
 from ..._values.array import is_sharded
+from ...backends.mindspore.private import TABLES, buffers_of, executor, is_recomputed, params_of, put_params
 from .._choose import Choice
 from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes, set_modes, whole_of
 from .parts import PARTS, is_state
@@ -152,7 +152,7 @@ class CellSkeleton:
         return self._read_modes()
 
     def _slots(self, cells: Sequence[nn.Cell], *, is_buffer: bool) -> tuple[Slot, ...]:
-        tables = [table for cell in cells for table in (self._held[id(cell)], vars(cell)["_buffers"])]
+        tables = [table for cell in cells for table in (self._held[id(cell)], buffers_of(cell))]
         found = [Slot(table, name, x.path) for table in tables for name, x in table.items() if isinstance(x, StandIn)]
         return tuple(slot for slot in found if (slot.path in self._is_buffer) == is_buffer)
 
@@ -239,9 +239,10 @@ def _copy(cell: nn.Cell, params: Tensors, buffers: Tensors) -> nn.Cell:
 
 def _made_ready(cell: nn.Cell) -> dict[str, Any]:
     """Gives a copied cell its dict of parameters, and returns the values in it."""
-    held = dict(vars(cell)["_params"])
+    held = dict(params_of(cell))
     # Names were checked when the original was called; and no cell begins a differentiation of its own here.
-    vars(cell).update({"_params": Parameters(held), "_init_flag": True, "requires_grad": False})
+    put_params(cell, Parameters(held))
+    vars(cell)["requires_grad"] = False
     return held
 
 
@@ -250,9 +251,9 @@ def _refuse_own_ways(cell: nn.Cell) -> None:
     bad = []
     for path, part in PARTS.named(cell).items():
         attributes, own = vars(part), PARTS.own(part)
-        listed = [name for name, x in attributes.items() if name not in ("_params", "_buffers") and _has_parameters(x)]
+        listed = [name for name, x in attributes.items() if name not in TABLES and _has_parameters(x)]
         bad += [f"{path}.{name}".lstrip(".") + ": parameters in a list, tuple or dict" for name in listed]
-        if part._recompute_cell is not None:
+        if is_recomputed(part):
             bad.append(f"{path or 'the cell'}: recomputes by itself; from_module(cell, remat=True) does that by units")
         if part.has_bprop and own:
             bad.append(f"{path or 'the cell'}: has a bprop and parameters")

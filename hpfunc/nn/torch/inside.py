@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...backends.torch import private
 from .._slots import Part, filled, set_modes
 
 Tensor = torch.Tensor
@@ -78,7 +78,7 @@ class Reopening:
         if self._weights is None:
             return
         paths = sorted({slot.path for slot in self._part.weights})  # as a dict is flattened
-        with _disable_current_modes():  # a selective checkpoint's mode counts all operators
+        with private.disable_current_modes():  # a selective checkpoint's mode counts all operators
             values = dict(zip(paths, self._weights(), strict=True))
             values |= {path: x.clone() for path, x in self._buffers.items()}
         self._places.enter_context(filled((*self._part.weights, *self._part.buffers), values))

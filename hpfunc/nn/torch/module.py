@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..._errors import LeafError, UsageError, message
 from ..._transforms.shard import init
 from ..._values.mesh import Mesh, PartitionSpec
+from ...backends.torch import private
 from .._choose import Parts, choose
 from .._function import ModuleFunction
 from .._slots import replacements, whole
@@ -28,7 +28,7 @@ PARTS = Parts(
     unset=(nn.Module.forward,),
     named=lambda module: dict(module.named_modules()),
     children=lambda module: module.named_children(),
-    own=lambda module: [name for name, x in vars(module)["_parameters"].items() if x is not None],
+    own=lambda module: [name for name, x in private.parameters_of(module).items() if x is not None],
     computes_own=is_parametrized,
 )
 _FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
@@ -53,10 +53,10 @@ def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
     """Refuses parameters that are different objects in the same memory: torch's optimizers change both at once."""
     spans: list[tuple[int, int, int, str]] = []
     for path, x in params.items():
-        if x.layout == torch.strided and x.numel() and not is_traceable_wrapper_subclass(x):
+        if x.layout == torch.strided and x.numel() and not private.is_wrapper(x):
             last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
             start, size = int(x.storage_offset()), x.element_size()
-            spans.append((x.untyped_storage()._cdata, start * size, (start + last + 1) * size, path))
+            spans.append((private.storage_id(x.untyped_storage()), start * size, (start + last + 1) * size, path))
     spans.sort()
     pairs = pairwise(spans)
     bad = [f"{one} and {two}" for (a, _, end, one), (b, start, _, two) in pairs if a == b and start < end]
@@ -105,18 +105,18 @@ def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], N
         if part in visited:
             return
         visited.add(part)
-        for slots in (vars(part)["_parameters"], vars(part)["_buffers"]):
+        for slots in (private.parameters_of(part), private.buffers_of(part)):
             for name, x in slots.items():
                 if x is not None:
                     if x not in made:
                         made[x] = _made(x, mesh.device)
-                        versions[made[x]] = made[x]._version
+                        versions[made[x]] = private.version_of(made[x])
                     slots[name] = made[x]
         (init_fn or _reset)(part)
 
     module.apply(initialise)
     after = {path: x for found in named_tensors(module) for path, x in found.items()}
-    unwritten = [path for path, x in after.items() if x._version == versions.get(x)]
+    unwritten = [path for path, x in after.items() if private.version_of(x) == versions.get(x)]
     if unwritten:
         hint = "give init_fn=, which initialises the module; or a function that builds it, instead of a module"
         raise UsageError(message(_INIT, "no reset_parameters or init_fn has written these", unwritten, hint=hint))
@@ -129,7 +129,7 @@ def _made(x: Tensor, device: str) -> Tensor:
 
 
 def _reset(part: nn.Module) -> None:
-    reset = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+    reset = private.reset_method(part)
     if callable(reset):
         reset()
 

@@ -22,14 +22,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils import _pytree as pytree
 
 from ..._errors import UsageError, message
 from ..._running.context import module_call
 from ..._transforms.unit import unit_around
 from ..._values.array import ShardedArray, is_sharded
+from ...backends.torch import private
 from ...backends.torch.abstract import is_abstract
-from ...backends.torch.autograd import enclosing_hooks
 from .._choose import Choice
 from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes
 from .inside import Home, Reopening
@@ -77,7 +76,7 @@ class ModuleSkeleton:
         self._modules = tuple(self.module.modules())
         self._home = Home(self._modules)
         self._names = {id(x): path for path, x in initial.items()}
-        self._buffers = self._slots(self._modules, "_buffers")
+        self._buffers = self._slots(self._modules, private.buffers_of)
         self._settle(initial)
         self._repeated: ModuleCall | None = None
         self._moved: dict[str, tuple[Tensor, int | None, Tensor]] = {}  # by path: a buffer, its version, it on a device
@@ -92,7 +91,7 @@ class ModuleSkeleton:
         # A call gets buffers of its own. Outside of a call nobody may read or write the buffers of the start.
         for slot in self._buffers:
             slot.tensors[slot.name] = StandIn.of(slot.path, initial[slot.path], self._home, is_param=False)
-        for slot in self._slots(self._modules, "_parameters"):
+        for slot in self._slots(self._modules, private.parameters_of):
             cast(StandIn, slot.tensors[slot.name]).home = self._home
 
     def _read_modes(self) -> tuple[bool, ...]:
@@ -104,10 +103,10 @@ class ModuleSkeleton:
         getattr(self.module, change)()
         return self._read_modes()
 
-    def _slots(self, modules: Sequence[nn.Module], kind: str) -> tuple[Slot, ...]:
+    def _slots(self, modules: Sequence[nn.Module], tensors_of: Callable[[nn.Module], Any]) -> tuple[Slot, ...]:
         return tuple(
             Slot(tensors, name, x.path if isinstance(x, StandIn) else self._names[id(x)])
-            for tensors in (vars(module)[kind] for module in modules)
+            for tensors in (tensors_of(module) for module in modules)
             for name, x in tensors.items()
             if x is not None
         )
@@ -123,7 +122,7 @@ class ModuleSkeleton:
     ) -> tuple[Any, Tensors]:
         self._home.close()
         held = {path: self._copied_to(call.device, path, x) for path, x in buffers.items()}
-        call.placed = {path: (x, x._version) for path, x in held.items()}
+        call.placed = {path: (x, private.version_of(x)) for path, x in held.items()}
         token = module_call.set(call)
         try:
             with filled(self._buffers, held):
@@ -140,7 +139,7 @@ class ModuleSkeleton:
     def _copied_to(self, device: Any, path: str, buffer: Tensor) -> Tensor:
         """Returns a copy of a buffer on a device. One that lies elsewhere, and stays the same, is moved there once."""
         if buffer.device != torch.device(device):
-            version = None if buffer.is_inference() else buffer._version
+            version = None if buffer.is_inference() else private.version_of(buffer)
             source, known, moved = self._moved.get(path, (None, None, None))
             if moved is None or source is not buffer or known != version or moved.device != torch.device(device):
                 moved = buffer.detach().to(device)
@@ -168,7 +167,7 @@ class ModuleSkeleton:
     def _make_unit(self, path: str, module: nn.Module) -> None:
         inside = tuple(module.modules())
         places = {id(m): place for place, m in enumerate(self._modules)}
-        weights, buffers = self._slots(inside, "_parameters"), self._slots(inside, "_buffers")
+        weights, buffers = self._slots(inside, private.parameters_of), self._slots(inside, private.buffers_of)
         part = Part(path or "module", module, tuple((places[id(m)], m) for m in inside), weights, buffers)
         original = module.forward
 
@@ -183,7 +182,7 @@ class ModuleSkeleton:
             call, is_repeated = self._repeated, True
         if call is None:
             raise UsageError(message(NAME, f"the unit {part.path!r} is used outside of a call"))
-        if enclosing_hooks(True):
+        if private.enclosing_hooks(True):
             self._repeated = call
         weights = {slot.path: call.params[slot.path] for slot in part.weights}
         if is_repeated:
@@ -197,7 +196,7 @@ class ModuleSkeleton:
         def body(weights: Tensors, *args: Any, hpfunc_buffers: Tensors, **kwargs: Any) -> tuple[list[Any], Tensors]:
             nonlocal spec, changed
             outputs, after, changed = _compute(part, original, call, weights, hpfunc_buffers, args, kwargs)
-            leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_opaque)
+            leaves, spec = private.tree_flatten(outputs, is_leaf=_is_opaque)
             return leaves, after
 
         run = body
@@ -208,17 +207,17 @@ class ModuleSkeleton:
         if after and not is_repeated:
             call.changed |= changed
             self._place(call, {path: x.detach() for path, x in after.items()})
-        return pytree.tree_unflatten(leaves, spec)
+        return private.tree_unflatten(leaves, spec)
 
     def _place(self, call: ModuleCall, buffers: Tensors) -> None:
         for slot in self._buffers:
             if slot.path in buffers:
                 slot.tensors[slot.name] = buffers[slot.path]
-        call.placed |= {path: (x, x._version) for path, x in buffers.items()}
+        call.placed |= {path: (x, private.version_of(x)) for path, x in buffers.items()}
 
 
 def _written(after: Tensors, before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
-    return {path for path, x in after.items() if x is not before[path][0] or x._version != before[path][1]}
+    return {path for path, x in after.items() if x is not before[path][0] or private.version_of(x) != before[path][1]}
 
 
 def _is_opaque(value: Any) -> bool:
@@ -237,7 +236,7 @@ def _compute(
 ) -> tuple[Any, Tensors, set[str]]:
     """See Note [Buffers of a unit]."""
     held = {path: x.clone() for path, x in buffers.items()}
-    versions = {path: (x, x._version) for path, x in held.items()}
+    versions = {path: (x, private.version_of(x)) for path, x in held.items()}
     with computing(part, weights, held, call.modes):
         outputs = original(*args, **kwargs)
         replaced = [s.path for s in part.weights if s.tensors.get(s.name) is not weights[s.path]]

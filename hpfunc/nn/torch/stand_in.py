@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..._running.context import module_call, module_unit
 from ..._transforms.unit import unit
 from ..._values.array import is_sharded
-from ...backends.torch.autograd import enclosing_hooks
+from ...backends.torch import private
 from .._slots import refuse_writes, whole_of
 from .inside import Home
 
@@ -39,14 +38,14 @@ class StandIn(Tensor):
 
     path: str
     home: Home | None
-    _is_param: bool  # isinstance(x, torch.nn.Parameter) asks for it
 
     @staticmethod
     def of(path: str, tensor: Tensor, home: Home | None = None, *, is_param: bool = True) -> StandIn:
         """Returns that of a parameter, or of a buffer."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        made = Tensor._make_subclass(StandIn, empty, tensor.requires_grad)
-        made.path, made.home, made._is_param = path, home, is_param
+        made = private.make_subclass(StandIn, empty, tensor.requires_grad)
+        made.path, made.home = path, home
+        private.mark_parameter(made, is_param)
         return made
 
     def value(self) -> Tensor:
@@ -57,13 +56,13 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.no_torch_function():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
             call = module_call.get()
             if func in _PLACE:
                 return func(torch.empty(0, device=call.device if call else "cpu"), *args[1:])
-        args, kwargs = pytree.tree_map_only(StandIn, StandIn.value, (args, kwargs or {}))
+        args, kwargs = private.tree_map_only(StandIn, StandIn.value, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -99,12 +98,13 @@ class ModuleCall:
             return self.wholes[key][0]
         array = self.params[path]
         value = unit(torch.clone, name=path)(array) if is_sharded(array) else array.clone()
-        if not enclosing_hooks(True):  # activation checkpointing recomputes it with everything else
-            self.wholes[key] = value, value._version
+        if not private.enclosing_hooks(True):  # activation checkpointing recomputes it with everything else
+            self.wholes[key] = value, private.version_of(value)
         return value
 
     def check_unwritten(self) -> None:
         """Raises UsageError if one of those was written to."""
-        written = sorted({path for (path, _), (value, version) in self.wholes.items() if value._version != version})
+        used = self.wholes.items()
+        written = {path for (path, _), (value, version) in used if private.version_of(value) != version}
         if written:
-            raise refuse_writes(written)
+            raise refuse_writes(sorted(written))
