@@ -1,4 +1,4 @@
-"""Programs that ranks run on the simulated device, and on CPUs: each returns what this rank has in the end.
+"""Programs that ranks run on an accelerator, and on CPUs: each returns what this rank has in the end.
 
 `CASES` has them by name, with the number of ranks. Most of them train some small layers for a few steps, in the way
 that their name says, so that each part of hpfunc which enqueues work runs on the device.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.device.harness import device, has_device
+from tests.device.harness import accelerator, device, has_device, is_simulated
 from tests.helpers.ranks import mesh_of
 
 P = hp.P
@@ -68,11 +68,11 @@ def chain(params: Any, x: torch.Tensor, call: Callable[..., Any] = layer) -> tor
 
 
 def plain_mesh() -> hp.Mesh:
-    return mesh_of((2,), ("shard",))
+    return mesh_of((min(2, dist.get_world_size()),), ("shard",))
 
 
 def hybrid_mesh() -> hp.Mesh:
-    return mesh_of((2, 2), ("replicate", "shard"))
+    return mesh_of((2, 2) if dist.get_world_size() == 4 else (1, 1), ("replicate", "shard"))
 
 
 def train(
@@ -321,9 +321,10 @@ def train_side_stream(rank: int) -> list[torch.Tensor]:
     params = sharded_layers(mesh)
     if not has_device():
         return train(mesh, params)
-    module: Any = getattr(torch, torch.device(mesh.device).type)
+    module = accelerator()
     side = module.Stream()
-    device().name_stream(side.stream_id, "compute of the caller")
+    if is_simulated():
+        device().name_stream(side.stream_id, "compute of the caller")
     side.wait_stream(module.current_stream())
     with module.stream(side):
         result = train(mesh, params)
