@@ -1,0 +1,213 @@
+"""`make device-check`: the device that it chooses, its table, its limits, and rows that hang, crash or are wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device import cuda, simulated
+from tests.device.check import __main__ as command
+from tests.device.check import found, programs, rows, runner
+from tests.device.check.found import Answer, Line, Row, Task
+from tests.device.check.row import answer_of, short
+from tests.device.stand_in_rows import crashes, hangs, raises, says_done, says_wrong, skips
+
+
+def row(run: Callable[..., Any], limit_s: float = 60.0) -> Row:
+    return Row(run.__name__, "a row of the tests", limit_s, f"{run.__module__}:{run.__name__}")
+
+
+def line(state: found.State, text: str = "") -> Line:
+    return Line(rows.ROWS[0], Answer(state, text), 1.0)
+
+
+# --- rows that the runner meets --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fn", "state", "text"),
+    [
+        (says_done, "done", "on sim, planted: True"),
+        (says_wrong, "wrong", "one bit"),
+        (skips, "skipped", "no such thing here"),
+        (raises, "wrong", "RuntimeError: first line"),
+    ],
+)
+def test_what_a_row_raises_is_its_answer(fn: Callable[[Task], Answer], state: str, text: str) -> None:
+    answer = answer_of(fn, Task("sim", is_planted=True))
+    assert (answer.state, answer.text) == (state, text)
+
+
+@pytest.mark.processes
+def test_a_row_that_hangs_or_crashes_is_wrong_and_the_others_run() -> None:
+    lines = runner.run_all(
+        [row(hangs, 6.0), row(crashes), row(says_done)], "sim", is_planted=False, limit_s=runner.LIMIT_S
+    )
+    assert [each.answer.state for each in lines] == ["wrong", "wrong", "done"]
+    hung, crashed, done = (each.answer for each in lines)
+    assert hung.text == "no answer within 6 s; the last was: what it hangs in"
+    assert crashed.text == "ended with code -6 and no answer; the last was: what it crashes in"
+    assert done.figures == {"count": 3}
+    assert lines[0].time_s < 12
+
+
+def test_rows_that_do_not_fit_any_more_are_skipped() -> None:
+    (only,) = runner.run_all([row(says_done)], "sim", is_planted=False, limit_s=1.0)
+    assert only.answer == Answer("skipped", "out of time: the limit of 1 s is for all rows together")
+
+
+def test_the_error_of_a_rank_is_told_in_one_line() -> None:
+    text = (
+        "f on 2 ranks\n--- rank 0 raised\nTraceback (most recent call last):\n  File 'x'\nhp.PeerError: rank 1 failed\n"
+    )
+    assert short(RuntimeError(text)) == "RuntimeError: hp.PeerError: rank 1 failed"
+    assert short(RuntimeError()) == "RuntimeError: "
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answer]]:
+    """What rows answer, one after another, without processes and devices."""
+    given: list[Answer] = []
+    monkeypatch.setattr(runner, "run_one", lambda *args, **options: given.pop(0))
+    monkeypatch.setattr(command.simulated, "build", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield given
+    assert not given
+
+
+def test_the_table_and_the_exit_code(answers: list[Answer], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers += [Answer("done", "same bits", {"n": 2}), Answer("skipped", "no graphs")]
+    assert command.main(["--rows", "ix,i", "--json", str(tmp_path / "found.json")]) == 0
+    table, _ = capsys.readouterr()
+    assert table.splitlines()[0] == f"simulated device, simulated, torch {torch.__version__}"
+    assert [text.split()[0] for text in table.splitlines()[2:]] == ["row", "i", "ix"]
+    assert table.splitlines()[3].endswith("done     0  same bits")
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["is_simulated"] is True
+    assert [(each["row"], each["state"]) for each in written["rows"]] == [("i", "done"), ("ix", "skipped")]
+    assert written["rows"][0]["figures"] == {"n": 2}
+
+    answers += [Answer("done", ""), Answer("wrong", "one bit")]
+    assert command.main(["--rows", "i,ii"]) == 1
+    answers += [Answer("wrong", "one bit"), Answer("skipped", "")]
+    assert command.main(["--rows", "i,ii", "--plant"]) == 0
+    answers += [Answer("wrong", "one bit"), Answer("done", "")]
+    assert command.main(["--rows", "i,ii", "--plant"]) == 1
+    assert "(faults planted)" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_the_table_of_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich", reason="rich draws the table")
+    monkeypatch.setattr(found.sys.stdout, "isatty", lambda: True, raising=False)
+    found.print_table("head", [line("wrong", "tensors [1, 2] differ [bold]")])
+    printed = capsys.readouterr().out
+    assert "tensors [1, 2] differ [bold]" in printed
+    assert "┃" in printed
+
+
+def test_the_device_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.simulated, "build", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (command.choose(None), command.choose("sim"), command.choose("cuda")) == ("cuda", "sim", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.choose(None) == "sim"
+    with pytest.raises(command.NoDevice, match="sees no GPU: --device sim"):
+        command.choose("cuda")
+
+
+def test_without_a_gpu_and_a_compiler_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build() -> None:
+        raise simulated.Unavailable("the simulated device needs a C++20 compiler")
+
+    monkeypatch.setattr(command.simulated, "build", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main([]) == 2
+    assert capsys.readouterr().err == "device-check: no GPU, and the simulated device needs a C++20 compiler\n"
+
+
+def test_a_row_of_no_such_name_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no row is named x: there are i, v, ii"):
+        command.chosen("i,x")
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+def test_distances() -> None:
+    one = torch.ones(3)
+    assert programs.distance([one], [one.clone()]) == 0
+    assert programs.distance([one * 1.5], [one]) == pytest.approx(0.5)
+    for wrong in ([one * float("nan")], [one.double()], [one, one], []):
+        assert programs.distance(wrong, [one]) == float("inf")
+    assert programs.distance([], []) == float("inf")
+
+
+def test_a_planted_fault_is_far_above_the_bounds() -> None:
+    for name in ("plain", "hybrid"):
+        assert programs.bound(Task("cuda"), name) < programs.PLANTED / 100
+        assert programs.bound(Task("sim"), name) == 0
+
+
+# --- what is used on a GPU, as far as it needs none ------------------------------------------------------------------
+class Streams:
+    """Stands for hpfunc's streams."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def issue(self, label: str, stream: str, waits: Any, work: Callable[[], Any], poll: Any, **options: Any) -> str:
+        self.log.append(f"issue {label}")
+        work()
+        return label
+
+    def wait(self, pending: Any, poll: Any) -> None:
+        self.log.append(f"wait {pending}")
+
+
+def test_streams_are_made_late() -> None:
+    streams = Streams()
+    log = streams.log
+
+    def sleep(delay_us: int) -> None:
+        log.append(f"sleep {delay_us}")
+
+    with cuda.late(streams, {"gather": 7, "compute": 9}, sleep):
+        assert streams.issue("a", "gather", (), lambda: log.append("work"), None, is_timed=True) == "a"
+        streams.issue("b", "reduce", (), lambda: log.append("work"), None)
+        streams.wait("a", None)
+    streams.wait("b", None)
+    assert log == ["issue a", "sleep 7", "work", "issue b", "work", "wait a", "sleep 9", "wait b"]
+
+
+def test_streams_of_hpfunc_can_be_made_late() -> None:
+    from hpfunc.backends.streams import DeviceStreams
+
+    assert {"issue", "wait"} <= set(dir(DeviceStreams))
+    assert not hasattr(DeviceStreams, "__slots__"), "cuda.late replaces methods of one object"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "version", "world", "library"),
+    [(1, (2, 30, 7), 4, "nccl"), (1, (2, 28, 9), 2, "gloo"), (1, (2, 28, 9), 1, "nccl"), (4, (2, 28, 9), 4, "nccl")],
+)
+def test_the_library_of_ranks_that_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, version: tuple[int, ...], world: int, library: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(cuda, "nccl_version", lambda: version)
+    assert cuda.library(world) == library
+
+
+# --- rows on the simulated device ------------------------------------------------------------------------------------
+@pytest.mark.processes
+def test_a_row_is_right_here_and_finds_its_planted_fault() -> None:
+    """The others: ``python -m tests.device.check --device sim --plant``."""
+    from tests.device.check.steady import memory, waits
+
+    for run in (waits, memory):
+        assert answer_of(run, Task("sim", limit_s=200.0)).state == "done"
+        assert answer_of(run, Task("sim", is_planted=True, limit_s=200.0)).state == "wrong"
