@@ -6,7 +6,6 @@ None of this has run on a GPU: it is written from torch's sources (2.13.0 and 2.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ def start(rank: int, world: int) -> str:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     os.environ.update(SHARING)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank has no processes of its own
     return f"cpu:gloo,cuda:{library(world)}"
 
 
@@ -161,21 +161,9 @@ def memory() -> dict[str, int]:
 
 
 def counted(fn: Callable[[], Any]) -> dict[str, int]:
-    """Returns how often the host called each function of CUDA's runtime, such as ``cudaLaunchKernel``."""
+    """Returns how often the host called each function of CUDA, such as ``cudaLaunchKernel`` or ``cuLaunchKernelEx``."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         fn()
         torch.cuda.synchronize()
-    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("cuda")}
-
-
-def seconds(fn: Callable[[], Any], repetitions: int) -> float:
-    """Returns the least time of one call, until the GPU has done it."""
-    times = []
-    for _ in range(repetitions):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        fn()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("cu")}

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from tests.device import cuda, simulated
+from tests.device.cases import CASES
 from tests.device.check import __main__ as command
 from tests.device.check import found, programs, rows, runner
 from tests.device.check.found import Answer, Line, Row, Task
 from tests.device.check.row import answer_of, short
+from tests.device.harness import assert_same_bits, observe, on_host
 from tests.device.stand_in_rows import crashes, hangs, raises, says_done, says_wrong, skips
 
 
@@ -183,11 +185,77 @@ def test_streams_are_made_late() -> None:
     assert log == ["issue a", "sleep 7", "work", "issue b", "work", "wait a", "sleep 9", "wait b"]
 
 
-def test_streams_of_hpfunc_can_be_made_late() -> None:
-    from hpfunc.backends.streams import DeviceStreams
+def late_steps(rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Returns what a program gives while hpfunc's streams are wrapped, and how often each was late."""
+    from hpfunc.backends import get
 
-    assert {"issue", "wait"} <= set(dir(DeviceStreams))
-    assert not hasattr(DeviceStreams, "__slots__"), "cuda.late replaces methods of one object"
+    slept = {"1": 0, "2": 0}
+
+    def sleep(delay_us: int) -> None:
+        slept[str(delay_us)] += 1
+
+    with cuda.late(get("torch").streams("sim:0"), {"compute": 1, "gather": 2}, sleep):
+        return CASES["plain"][0](rank), slept
+
+
+@pytest.mark.processes
+def test_streams_of_hpfunc_are_made_late() -> None:
+    """On the simulated device, where nothing sleeps: the wrapped streams are those that a step uses."""
+    observed = [each.result for each in observe(late_steps)]
+    assert_same_bits([result for result, _ in observed], on_host(CASES["plain"][0]))
+    for _, slept in observed:
+        assert slept["1"] >= 6, "each step waits for three units, in forward and in backward"
+        assert slept["2"] >= 6
+
+
+def test_waits_are_forgotten_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    stream: Any = torch.cuda.Stream
+    monkeypatch.setattr(stream, "wait_event", lambda self, event: waited.append(event))
+    before = stream.wait_event
+    with cuda.forgetting(3):
+        for event in range(6):
+            stream.wait_event(None, event)
+    assert waited == [0, 1, 3, 4]
+    assert stream.wait_event is before
+
+
+def test_what_the_sanitizer_raises_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.cuda import _sanitizer
+
+    class Enabled:
+        enabled = True
+
+    monkeypatch.setattr(_sanitizer, "cuda_sanitizer", Enabled())
+    races: list[str] = []
+    with cuda.sanitizer(races):
+        raise _sanitizer.CUDASanitizerErrors(["one is not ordered after another"])
+    assert races == ["one is not ordered after another"]
+    with pytest.raises(ValueError, match="of the program"), cuda.sanitizer(races):
+        raise ValueError("of the program")
+
+
+def test_conditions_of_a_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch is told, in which order, and that it is told the opposite at the end."""
+    log: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.peak": 7})
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", log.append)
+    monkeypatch.setattr(torch.cuda, "_sleep", log.append)
+    streams = Streams()
+    monkeypatch.setattr(cuda, "hpfunc_streams", lambda: streams)
+
+    def run() -> str:
+        streams.wait("a", None)
+        return "result"
+
+    result, races, errors, *_, memory = cuda.observe(
+        run, delays={"compute": 2}, forgets_waits=0, raises_on_sync=True, finds_races=False
+    )
+    assert (result, races, errors) == ("result", [], [])
+    assert log == ["synchronize", "error", 2 * cuda.CYCLES_PER_US, 0, "synchronize"]
+    assert memory == {"in use": 0, "peak": 7, "reserved": 0}
 
 
 @pytest.mark.parametrize(

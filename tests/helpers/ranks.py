@@ -206,6 +206,9 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    if framework == "cuda":  # torch warns of much there, such as that its mode for waits of the host is a prototype
+        warnings.simplefilter("default")
+        warnings.filterwarnings("error", "hpfunc")
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own use, on the first jvp
     # True of many models that are drawn at random, and small.
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
