@@ -13,11 +13,12 @@ import torch
 from tests.device import cuda, simulated
 from tests.device.cases import CASES
 from tests.device.check import __main__ as command
-from tests.device.check import found, programs, rows, runner
+from tests.device.check import found, numbers, programs, rows, runner
 from tests.device.check.found import Answer, Line, Row, Task
 from tests.device.check.row import answer_of, short
 from tests.device.harness import assert_same_bits, observe, on_host
 from tests.device.stand_in_rows import crashes, hangs, raises, says_done, says_wrong, skips
+from tests.helpers.ranks import RankError
 
 
 def row(run: Callable[..., Any], limit_s: float = 60.0) -> Row:
@@ -279,3 +280,44 @@ def test_a_row_is_right_here_and_finds_its_planted_fault() -> None:
     for run in (waits, memory):
         assert answer_of(run, Task("sim", limit_s=200.0)).state == "done"
         assert answer_of(run, Task("sim", is_planted=True, limit_s=200.0)).state == "wrong"
+
+
+class OfGpu(Task):
+    """The rows of a GPU, whose ranks have the simulated device: for what they do beside CUDA."""
+
+    @property
+    def framework(self) -> Any:
+        return "simulated"
+
+
+@pytest.mark.processes
+def test_rows_of_a_gpu_compare_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "library", lambda world: "nccl")
+    monkeypatch.setattr(cuda, "nccl_version", lambda: (2, 30, 7))
+    monkeypatch.setattr(numbers, "CASES", {name: CASES[name] for name in ("plain", "hybrid")})
+    right = answer_of(numbers.several_ranks, OfGpu("cuda", limit_s=200.0))
+    assert (right.state, right.text) == ("done", "2 programs by NCCL, in float64 at most 0.0e+00 off")
+    wrong = answer_of(numbers.several_ranks, OfGpu("cuda", is_planted=True, limit_s=200.0))
+    assert wrong.state == "wrong"
+    assert wrong.text.startswith("2 of 2 programs: hybrid is ")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("library", "state", "text"),
+    [
+        ("gloo", "skipped", "2 ranks need NCCL 2.30 to share a GPU, here is 2.28.9; gloo: RankError: ValueError: no"),
+        ("nccl", "wrong", "2 ranks by NCCL 2.28.9: RankError: ValueError: no"),
+    ],
+)
+def test_ranks_that_cannot_share_a_gpu_are_a_reason_to_skip(
+    monkeypatch: pytest.MonkeyPatch, library: str, state: str, text: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise RankError("program on 2 ranks\nValueError: no")
+
+    monkeypatch.setattr(cuda, "library", lambda world: library)
+    monkeypatch.setattr(cuda, "nccl_version", lambda: (2, 28, 9))
+    monkeypatch.setattr(programs, "on_ranks", fails)
+    answer = answer_of(lambda task: Answer("done", programs.group_of(task, 2)), OfGpu("cuda"))
+    assert (answer.state, answer.text) == (state, text)

@@ -20,6 +20,7 @@ PLANTED = 1e-6  # by this part the data of a planted fault is larger
 # which no stale or torn weight meets. bfloat16 is rounded a thousand times more coarsely than a planted fault.
 NEAR = {"bf16": 0.05}
 NEAR_BY_DEFAULT = 1e-9
+FIRST = {2: "plain", 4: "hybrid"}  # by the number of ranks, the program that shows whether they can train at all
 
 
 def on_ranks(task: Task, name: str, world: int, conditions: Conditions | None = None) -> list[Observed]:
@@ -120,7 +121,7 @@ def group_of(task: Task, world: int) -> str:
         return "simulated group"
     library, version = cuda.library(world), ".".join(map(str, cuda.nccl_version()))
     try:
-        on_ranks(task, "plain", world, Conditions())
+        on_ranks(task, FIRST[world], world, Conditions())
     except RankError as error:
         if library == "nccl":
             raise Wrong(f"{world} ranks by NCCL {version}: {short(error)}") from None
