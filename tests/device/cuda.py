@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # Ranks on one GPU: NCCL refuses that unless it is asked, and can do it from this version on. Ranks that share a GPU
 # share its multiprocessors: a few for each, and no multicast between what is one device.
@@ -26,6 +27,7 @@ def start(rank: int, world: int) -> str:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     os.environ.update(SHARING)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank has no processes of its own
+    dist.Backend.default_device_backend_map["cuda"] = library(world)  # that of hpfunc's own groups, too
     return f"cpu:gloo,cuda:{library(world)}"
 
 

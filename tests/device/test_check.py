@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.device import cuda, simulated
 from tests.device.cases import CASES
@@ -269,6 +271,20 @@ def test_the_library_of_ranks_that_share_a_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(cuda, "nccl_version", lambda: version)
     assert cuda.library(world) == library
+
+
+def test_all_groups_of_a_rank_are_of_the_library_that_can_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(cuda, "nccl_version", lambda: (2, 28, 9))
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, "cuda", "nccl")
+    monkeypatch.setattr(os, "environ", {})
+    assert cuda.start(1, 2) == "cpu:gloo,cuda:gloo"
+    assert dist.get_default_backend_for_device("cuda:0") == "gloo"
+    assert chosen == [0]
+    assert os.environ["LOCAL_RANK"] == "1"
+    assert os.environ.items() >= cuda.SHARING.items()
 
 
 # --- rows on the simulated device ------------------------------------------------------------------------------------
