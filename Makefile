@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 N ?= 1000
 FUZZ_ARGS ?=
+CHECK_ARGS ?=
 
 # `make test TORCH=2.14.1`: in an environment of its own, with this torch in the place of that in requirements/dev.txt.
 TORCH ?=
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The environment is made again only when its files change. `-qq`: pip says nothing but errors.
 $(READY): requirements/dev.txt pyproject.toml
@@ -61,6 +62,10 @@ test: $(READY) $(if $(filter mindspore,$(BACKEND)),$(MINDSPORE_READY)) ## run al
 .PHONY: fuzz
 fuzz: $(READY) ## compare N steps drawn at random with plain torch; N=20000 takes an hour; FUZZ_ARGS="--seed 7 --shrink"
 	$(BIN)/python -m tests.fuzz --count $(N) --failures fuzz-failures.jsonl $(FUZZ_ARGS)
+
+.PHONY: device-check
+device-check: $(READY) ## what hpfunc does on this machine's GPU, in one table (8 minutes); without one on the simulated device; CHECK_ARGS="--rows i,iii"
+	$(BIN)/python -m tests.device.check $(CHECK_ARGS)
 
 .PHONY: check
 check: lint types imports docs ## run every static check and the docs build

@@ -1,4 +1,4 @@
-"""Programs that ranks run on the simulated device, and on CPUs: each returns what this rank has in the end.
+"""Programs that ranks run on an accelerator, and on CPUs: each returns what this rank has in the end.
 
 `CASES` has them by name, with the number of ranks, and `SLOW` the streams that are made slow in turn. Most of them
 train some small layers for a few steps, in the way that their name says, so that each part of hpfunc which enqueues
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
-from tests.device.harness import device, has_device, never_waits
+from tests.device.harness import accelerator, device, has_device, is_simulated, never_waits
 from tests.helpers.ranks import mesh_of
 
 P = hp.P
@@ -84,11 +84,11 @@ def chain(params: Any, x: torch.Tensor, call: Callable[..., Any] = layer) -> tor
 
 
 def plain_mesh() -> hp.Mesh:
-    return mesh_of((2,), ("shard",))
+    return mesh_of((min(2, dist.get_world_size()),), ("shard",))
 
 
 def hybrid_mesh() -> hp.Mesh:
-    return mesh_of((2, 2), ("replicate", "shard"))
+    return mesh_of((2, 2) if dist.get_world_size() == 4 else (1, 1), ("replicate", "shard"))
 
 
 def train(
@@ -343,9 +343,10 @@ def train_side_stream(rank: int) -> list[torch.Tensor]:
     params = sharded_layers(mesh)
     if not has_device():
         return train(mesh, params)
-    module: Any = getattr(torch, torch.device(mesh.device).type)
+    module = accelerator()
     side = module.Stream()
-    device().name_stream(side.stream_id, "compute of the caller")
+    if is_simulated():
+        device().name_stream(side.stream_id, "compute of the caller")
     side.wait_stream(module.current_stream())
     with module.stream(side):
         result = train(mesh, params)

@@ -1,4 +1,4 @@
-"""Runs functions on ranks that have the simulated device, and compares them with ranks on CPUs.
+"""Runs functions on ranks that have an accelerator, simulated or not, and compares them with ranks on CPUs.
 
     from tests.device.harness import Conditions, on_device
 
@@ -12,23 +12,26 @@
 
 `on_device` fails if there is a race, if a task of the device raised, or if a bit differs from the CPU's. `observe` only
 says what happened, for tests of what must be found. The ranks stay alive between calls (`tests.helpers.ranks.pool`).
+The accelerator is the simulated one; `observe(..., framework="cuda")` is for machines with a GPU (`tests.device.cuda`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from tests.device import simulated
+from tests.device import cuda, simulated
 from tests.helpers.ranks import pool
 
 STREAMS = ("gather", "reduce_scatter", "all_reduce")  # hpfunc's own; the fourth is the caller's, "compute"
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Framework = Literal["simulated", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Conditions:
         max_in_flight: how many collectives the device runs at a time; 0: any number.
         hang_s: how long the host waits for the device before it reports a deadlock.
         raises_on_sync: whether a wait of the host is an error.
+        finds_races: whether races are looked for; the simulated device always does. On CUDA it costs the timing.
     """
 
     delays: Mapping[str, int] = field(default_factory=dict)
@@ -49,6 +53,7 @@ class Conditions:
     max_in_flight: int = 0
     hang_s: float = 40.0
     raises_on_sync: bool = False
+    finds_races: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,15 @@ class Observed:
     memory: dict[str, int]
 
 
-def observe(fn: Callable[..., Any], *args: Any, conditions: Conditions | None = None, world: int = 2) -> list[Observed]:
+def observe(
+    fn: Callable[..., Any],
+    *args: Any,
+    conditions: Conditions | None = None,
+    world: int = 2,
+    framework: Framework = "simulated",
+) -> list[Observed]:
     """Returns what happened when each rank called ``fn(rank, *args)`` on the device."""
-    return pool(world, "simulated").run(_observed, fn, args, conditions or Conditions())
+    return pool(world, framework).run(_observed, fn, args, conditions or Conditions())
 
 
 def on_device(
@@ -106,6 +117,9 @@ def assert_same_bits(got: list[list[torch.Tensor]], want: list[list[torch.Tensor
         assert not unequal, f"rank {rank}: tensors {unequal} of {len(right)} differ"
 
 
+ON_CUDA = "HPFUNC_TEST_ON_CUDA"  # set in ranks that have a GPU: to ask torch would start its driver
+
+
 # --- in the ranks ----------------------------------------------------------------------------------------------------
 @cache
 def device() -> Any:
@@ -113,15 +127,25 @@ def device() -> Any:
     return simulated.load(simulated.build())
 
 
-def has_device() -> bool:
-    """Returns whether this is a rank with the device."""
+def is_simulated() -> bool:
+    """Returns whether this is a rank with the simulated device."""
     return torch._C._get_privateuse1_backend_name() != "privateuseone"
+
+
+def has_device() -> bool:
+    """Returns whether this is a rank with an accelerator, simulated or not."""
+    return is_simulated() or os.environ.get(ON_CUDA) == "1"
+
+
+def accelerator() -> Any:
+    """Returns the module of torch for the accelerator of this rank: what ``torch.cuda`` is for CUDA."""
+    return getattr(torch, torch._C._get_privateuse1_backend_name() if is_simulated() else "cuda")
 
 
 @contextmanager
 def never_waits() -> Iterator[None]:
     """A context in which a wait of the host for the device is an error, which says what waited."""
-    if not has_device():
+    if not is_simulated():
         yield
         return
     device().raise_on_sync(True)
@@ -131,13 +155,25 @@ def never_waits() -> Iterator[None]:
         device().raise_on_sync(False)
 
 
-def start() -> str:
-    """Loads the device, and returns the libraries by which ranks communicate."""
+def start(framework: str, rank: int, world: int) -> str:
+    """Makes a rank ready for its device, and returns the libraries by which ranks communicate."""
+    if framework == "cuda":
+        os.environ[ON_CUDA] = "1"
+        return cuda.start(rank, world)
     device()
     return f"cpu:gloo,{torch._C._get_privateuse1_backend_name()}:simulated"
 
 
 def _observed(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], conditions: Conditions) -> Observed:
+    if not is_simulated():
+        found = cuda.observe(
+            lambda: fn(rank, *args),
+            delays=conditions.delays,
+            forgets_waits=conditions.faults.get("forgotten_event_wait", 0),
+            raises_on_sync=conditions.raises_on_sync,
+            finds_races=conditions.finds_races,
+        )
+        return Observed(*found)
     sim = device()
     _name_streams()
     torch.accelerator.synchronize()

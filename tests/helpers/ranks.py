@@ -22,7 +22,8 @@ groups for each example is slow, and races.
 
 Ranks are forked from a server process that has imported torch and computed nothing: no thread of the test process
 can be inherited half. Ranks of ``pool(4, "mindspore")`` import MindSpore themselves: torch's must not have it. Ranks of
-``pool(4, "simulated")`` have an accelerator, see `tests.device`.
+``pool(4, "simulated")`` and of ``pool(4, "cuda")`` have an accelerator, see `tests.device`. The latter are not forked,
+but started anew: whoever imported torch may have asked its driver for devices, and a fork cannot use this driver.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Pool:
         self._processes, self._pipes, self._directory = [], [], None
 
     def _start(self) -> None:
-        context = _context()
+        context = _context() if self.framework != "cuda" else _fresh_context()
         self._directory = tempfile.TemporaryDirectory(prefix="hpfunc-ranks-")
         for rank in range(self.size):
             pipe, theirs = context.Pipe()
@@ -183,14 +184,21 @@ def _context() -> Any:
     return context
 
 
+def _fresh_context() -> Any:
+    _context()  # sets the environment
+    return multiprocessing.get_context("spawn")
+
+
 # --- in the ranks ---------------------------------------------------------------------------------------------------
 def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connection) -> None:
     import torch
 
     backends = "gloo"
-    if framework == "simulated":
-        backends = importlib.import_module("tests.device.harness").start()
-    elif framework != "torch":
+    if framework in ("simulated", "cuda"):
+        backends = importlib.import_module("tests.device.harness").start(framework, rank, size)
+    elif framework == "torch":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these are ranks on CPUs, also where there is a GPU
+    else:
         # Its log: errors only. What it writes about a graph that fails would go to the working directory.
         os.environ.update({"HPFUNC_BACKEND": framework, "GLOG_v": "3", "MS_OM_PATH": directory})
         importlib.import_module("hpfunc.backends").get(framework)  # before the first operator: it settles the threads
@@ -198,6 +206,9 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    if framework == "cuda":  # torch warns of much there, such as that its mode for waits of the host is a prototype
+        warnings.simplefilter("default")
+        warnings.filterwarnings("error", "hpfunc")
     for category in (DeprecationWarning, FutureWarning):  # torch's own use, on the first jvp: before 2.14, and since
         warnings.filterwarnings("ignore", ".*torch.jit.script", category)
     # True of many models that are drawn at random, and small.
