@@ -23,7 +23,7 @@ from .. import backends
 from .._errors import AgreementError, HpfuncError, PeerError, message
 from .._values.mesh import Mesh
 
-GRACE_S = 2.0
+GRACE_S = 1.0
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from .protocol import Poll
 
 # Note [A failed peer, seen from a device]
 # The host enqueues collectives and goes on. If a peer has failed, it blocks much later, in `loss.item()`, for ever. So
-# a thread looks at the board while collectives are in flight. If it finds an error, it raises this error in the thread
+# a thread looks at the board while collectives are in flight. A peer that was killed has written nothing there, so the
+# thread also asks the library whether it has lost a rank. If there is an error, it raises this error in the thread
 # that has issued them, as Ctrl-C does, and then aborts the communicators. The device goes on, and the host raises as
 # soon as it runs Python again, before it can use what an aborted collective has left.
 
@@ -37,10 +38,11 @@ class Watch:
 
     Args:
         abort: gives up all communicators.
+        failed: returns an error of a library that has lost a rank; None if there is none.
     """
 
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort
+    def __init__(self, abort: Callable[[], None], failed: Callable[[], Exception | None] = lambda: None) -> None:
+        self._abort, self._failed = abort, failed
         self._flights: deque[_Flight] = deque()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,7 +81,7 @@ class Watch:
         except IndexError:  # done, or failed meanwhile
             return since
         try:
-            flight.poll(flight.label, time.perf_counter() - since)
+            flight.poll(flight.label, self._failed() or time.perf_counter() - since)
         except HpfuncError as error:
             flights.clear()
             _raise_in(flight.thread, error)

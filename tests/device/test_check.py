@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import cuda, simulated
-from tests.device.cases import CASES
+from tests.device.all_cases import CASES
 from tests.device.check import __main__ as command
 from tests.device.check import found, numbers, programs, rows, runner
 from tests.device.check.found import Answer, Line, Row, Task

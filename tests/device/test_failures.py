@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
 from tests.device.cases import WIDTH, P, batch, block, chain, layer, layers, local, plain_mesh, sharded_layers, train
+from tests.device.check import failures
+from tests.device.check.found import Task
 from tests.device.harness import Conditions, assert_same_bits, device, observe, on_device, on_host
 from tests.helpers.ranks import mesh_of, outcome
 
@@ -157,6 +159,13 @@ def permutes_beside_a_silent_rank(rank: int) -> str:
 def test_a_permutation_in_which_a_rank_takes_no_part() -> None:
     """The first call of a communicator meets all of its ranks, those that have nothing to send, too."""
     assert [each.result for each in observe(permutes_beside_a_silent_rank)] == ["returned"] * 2
+
+
+def test_a_peer_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes nothing on the board: the library of the device tells."""
+    monkeypatch.setattr(failures, "PROMISE_S", 20.0)  # on a busy machine; `make device-check` holds it to 2 s
+    answer = failures.rank_is_killed(Task("sim", is_planted=False))
+    assert answer.state == "done", answer
 
 
 # --- what a step costs -----------------------------------------------------------------------------------------------

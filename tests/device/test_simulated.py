@@ -246,13 +246,18 @@ def peer_gives_up(rank: int) -> str:
     if rank == 1:
         group.abort()
         return "gave up"
-    return outcome(dist.all_reduce(x, group=group, async_op=True).wait, timedelta(seconds=9))  # type: ignore[union-attr]
+    work: Any = dist.all_reduce(x, group=group, async_op=True)
+    text = outcome(work.wait, timedelta(seconds=9))
+    error: Any = group._get_backend(torch.device(simulated.NAME)).get_error()
+    stays = not work.is_completed()
+    group.abort()
+    return f"{text.partition(':')[0]}, {error.name}, stays: {stays}"
 
 
-def test_a_peer_that_gives_up_is_an_error_of_the_work() -> None:
+def test_a_peer_that_gives_up_is_an_error_of_the_work_which_stays_until_abort() -> None:
     first, second = observe(peer_gives_up)
     assert second.result == "gave up"
-    assert first.result != "returned"
+    assert first.result == "RuntimeError, REMOTE_ERROR, stays: True"
     assert first.errors
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.device import optimizer_cases, parallel_cases, step_cases  # noqa: F401 - they add to CASES
-from tests.device.cases import CASES, DELAYS, SLOW
+from tests.device.all_cases import CASES, DELAYS, SLOW
 from tests.device.harness import Conditions, observe, on_device
 
 pytestmark = pytest.mark.processes

@@ -205,7 +205,9 @@ class TorchBackend:
         if device not in self._streams:
             on_host = device in ("cpu", "meta")
             self._streams[device] = (
-                HostStreams(self.counters) if on_host else device_streams(torch.device(device), self.abort)
+                HostStreams(self.counters)
+                if on_host
+                else device_streams(torch.device(device), self.abort, failed=self._groups.failed)
             )
         return self._streams[device]
 

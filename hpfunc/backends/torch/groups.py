@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -84,6 +84,15 @@ class Groups:
             for group in groups:  # the threads of a group on the host end only when torch forgets it
                 if private.knows_group(group) and dist.get_backend(group) == HOST:  # else the caller has ended it
                     dist.destroy_process_group(group)
+
+    def failed(self) -> Exception | None:
+        """Returns an error if the library of a device says that a group has lost a rank."""
+        for group in [*self._made.values()]:
+            for library in private.libraries_of(group):
+                with suppress(AttributeError, RuntimeError):  # gloo and HCCL do not say
+                    if (error := library.get_error().name) != "SUCCESS":
+                        return RuntimeError(f"{error} of {group.group_desc}")
+        return None
 
     def _forget_another_world(self) -> None:
         if self._world is not dist.group.WORLD:  # the caller has destroyed that one, and all groups with it

@@ -131,13 +131,19 @@ class HostStreams:
             raise
 
 
-def device_streams(device: torch.device, abort: Callable[[], None], module: Any = None) -> DeviceStreams:
+def device_streams(
+    device: torch.device,
+    abort: Callable[[], None],
+    module: Any = None,
+    failed: Callable[[], Exception | None] = lambda: None,
+) -> DeviceStreams:
     """Returns the streams of a device, by the module of torch that has its streams and events.
 
     Args:
         device: the device.
         abort: gives up all communicators.
         module: the module; that of the device's kind by default.
+        failed: returns an error of a library that has lost a rank.
     """
     module = module or getattr(torch, device.type)
     return DeviceStreams(
@@ -145,7 +151,7 @@ def device_streams(device: torch.device, abort: Callable[[], None], module: Any 
         stream=lambda: module.Stream(device, priority=_HIGH_PRIORITY),
         event=module.Event,
         on=module.stream,
-        watch=Watch(abort),
+        watch=Watch(abort, failed),
         span=_span,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from tests.device.cases import CASES
+from tests.device.all_cases import CASES
 
 from .found import Answer, Skip, Task, Wrong
 from .programs import compare, group_of
 
-NEED_SEVERAL = ("permuted",)  # programs that name a second rank
+NEED_SEVERAL = {  # programs that name a second rank
+    *("permuted", "ring", "loss_scaled", "tensor_parallel", "experts", "saved_for_another_mesh"),
+    *("tensor_parallel_example", "expert_parallel_example", "context_parallel_example"),
+}
 
 
 def one_rank(task: Task) -> Answer:

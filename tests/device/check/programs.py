@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from tests.device import cases, cuda
-from tests.device.cases import CASES
+from tests.device.all_cases import CASES
 from tests.device.harness import Conditions, Observed, has_device, observe, on_host
 from tests.helpers.ranks import RankError
 
@@ -18,7 +18,7 @@ from .row import short
 PLANTED = 1e-6  # by this part the data of a planted fault is larger
 # A GPU has other kernels than a CPU, so the last bits differ. In float64 what is left of that is far below this bound,
 # which no stale or torn weight meets. bfloat16 is rounded a thousand times more coarsely than a planted fault.
-NEAR = {"bf16": 0.05}
+NEAR = {"bf16": 0.05, "loss_scaled": 0.05, "reduced_in_half": 0.05}
 NEAR_BY_DEFAULT = 1e-9
 FIRST = {2: "plain", 4: "hybrid"}  # by the number of ranks, the program that shows whether they can train at all
 

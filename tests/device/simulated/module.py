@@ -32,6 +32,13 @@ def load(library: Path, name: str) -> Any:
     torch._register_device_module(name, _device_module(name, device))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     dist.Backend.register_backend(GROUP_BACKEND, _group_on(device), extended_api=True, devices=[name])
+    compiled: Any = torch._C
+    if not hasattr(compiled._distributed_c10d.Backend, "get_error"):  # before 2.14 NCCL's own class has it
+
+        def get_error(library: Any) -> Any:
+            return device.get_error(library)
+
+        compiled._distributed_c10d.Backend.get_error = get_error
     return device
 
 

@@ -17,6 +17,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Communicator>(std::move(transport), rank, size));
   });
 
+  module.def("get_error", [](c10d::Backend& library) { return library.getError(); });
+
   module.def("num_devices", [] { return Runtime::get().num_devices; });
 
   // --- settings

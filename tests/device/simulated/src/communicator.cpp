@@ -80,8 +80,12 @@ class DeviceWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     synchronize();
     if (timeout == kNoTimeout) return true;
-    Runtime::get().synchronize(end_, "Work.wait(timeout)");
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(Runtime::get().hang_s);
+    while (!isCompleted() && exception() == nullptr && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
     if (const auto error = exception()) std::rethrow_exception(error);
+    Runtime::get().synchronize(end_, "Work.wait(timeout)");  // which says where a device stands still
     return true;
   }
 
@@ -148,15 +152,20 @@ WorkPtr Communicator::launch(const char* name, const Tensors& inputs, const Tens
   auto outcome = std::make_shared<Outcome>();
   // The transport is held, and not this group: the host may forget that before the device has got here.
   runtime.enqueue(own, name, accesses_of(inputs, outputs),
-                  [run = std::move(run), outcome, is_aborted = is_aborted_, transport = transport_] {
+                  [run = std::move(run), outcome, is_aborted = is_aborted_, has_failed = has_failed_,
+                   transport = transport_] {
                     try {
                       Place place(*is_aborted);
                       group_is_aborted = is_aborted.get();
                       TORCH_CHECK(!*is_aborted, "the communicator was given up");
                       run();
                     } catch (...) {
-                      std::lock_guard<std::mutex> guard(outcome->lock);
-                      outcome->error = std::current_exception();
+                      *has_failed = true;
+                      {
+                        std::lock_guard<std::mutex> guard(outcome->lock);
+                        outcome->error = std::current_exception();
+                      }
+                      while (!*is_aborted) std::this_thread::sleep_for(std::chrono::microseconds(100));
                       throw;
                     }
                   });
@@ -169,6 +178,10 @@ void Communicator::abort() {
   *is_aborted_ = true;
   places().changed.notify_all();
   transport_->abort();
+}
+
+c10d::ErrorType Communicator::getError() {
+  return *has_failed_ ? c10d::ErrorType::REMOTE_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 void Communicator::shutdown() {

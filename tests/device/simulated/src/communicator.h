@@ -52,6 +52,8 @@ class Communicator final : public c10d::Backend {
   }
   void abort() override;
   void shutdown() override;
+  // Whether a collective has lost a rank. It stays on the device until the group is given up, as a kernel of NCCL's does.
+  c10d::ErrorType getError() override;
 
  private:
   using Run = std::function<void()>;
@@ -65,6 +67,7 @@ class Communicator final : public c10d::Backend {
   std::map<int, DeviceStream*> streams_;
   bool has_met_ = false;
   const std::shared_ptr<std::atomic<bool>> is_aborted_ = std::make_shared<std::atomic<bool>>(false);
+  const std::shared_ptr<std::atomic<bool>> has_failed_ = std::make_shared<std::atomic<bool>>(false);
 
   // Between startCoalescing and endCoalescing.
   struct Together {
