@@ -81,3 +81,5 @@ from .planning.planner import plan as plan
 from .planning.policy import Policy as Policy
 from .planning.program import Program as Program
 from .planning.schedule import Schedule as Schedule
+
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``python -m hpfunc doctor``: the command line."""
+"""``python -m hpfunc``: the command line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from ._running.doctor.doctor import diagnose
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hpfunc")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(prog="python -m hpfunc", description="Functional sharded data parallelism.")
+    parser.add_argument("--version", action="version", version=f"hpfunc {__version__}")
+    commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser(
         "doctor",
         help="what this installation and this job can do, and what to change",
@@ -21,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
     diagnosis = diagnose(tries_all=True)
     print(diagnosis.to_json() if options.json else diagnosis)
     return int(diagnosis.is_wrong)

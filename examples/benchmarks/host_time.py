@@ -89,7 +89,11 @@ def hpfunc_step(num_units: int, *, planned: bool) -> measure.Step:
 
     step_fn = hp.value_and_grad(loss_fn)
     train = hp.sharded(step_fn, mesh) if planned else step_fn
-    return lambda: train(params, x)
+
+    def step() -> None:
+        train(params, x)
+
+    return step
 
 
 VARIANTS: dict[str, Callable[[int], measure.Step]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from .. import backends
 from .._errors import LeafError, PolicyError, UsageError, message
@@ -18,19 +18,22 @@ from ..backends import uncompiled
 from ..planning.program import Carry
 from .grad import GradFunction
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 Mode = Literal["scatter", "local"]
 _NAME = "hpfunc.accumulate"
 _CARRY: dict[str, Carry] = {"scatter": "shards", "local": "wholes"}
 
 
 def accumulate(
-    grad_fn: Callable[..., Any],
+    grad_fn: Callable[Params, Result],
     num_microbatches: int,
     *,
     mode: Mode = "scatter",
     batch_argnums: int | Sequence[int] | None = None,
     dim: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[Params, Result]:
     """Returns a function like `grad_fn` that cuts its batch into micro-batches and adds up their gradients.
 
     For a loss that is a mean over examples (a sum, with ``reduce_op="sum"``), the result equals that of one large

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import optree
 
@@ -25,17 +25,20 @@ from .._values.tree import flatten, paths, unflatten
 from ..backends import uncompiled
 from .freeze import marks_of
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[Params, Result],
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     numerics: Numerics | None = None,
-) -> Callable[..., Any]:
+) -> Callable[Params, tuple[Result, Any]]:
     """Returns a function that computes `fun` and its gradient, reduced over the data axes.
 
     ``no_grad`` or ``inference_mode`` around the call have no effect, as in ``torch.func.grad``; inside of `fun` they
@@ -75,12 +78,12 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[Params, Any],
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: bool = False,
     numerics: Numerics | None = None,
-) -> Callable[..., Any]:
+) -> Callable[Params, Any]:
     """Returns a function that computes the gradient only: `value_and_grad` without the value.
 
     With `has_aux` it returns ``(gradients, aux)``. Arguments, errors and communication: as `value_and_grad`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from .. import backends
 from .._errors import SpecError, UsageError, message
@@ -25,6 +25,9 @@ from ..planning.schedule import Schedule
 from .arguments import Arguments
 from .plans import Plans
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 _NAME = "hpfunc.sharded"
 
 
@@ -41,7 +44,7 @@ class Lowered:
     schedule: Schedule
 
 
-class ShardedStep:
+class ShardedStep(Generic[Params, Result]):
     """A step function that runs by a plan. Made by `sharded`.
 
     Attributes:
@@ -52,7 +55,7 @@ class ShardedStep:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[Params, Result],
         mesh: Mesh,
         in_specs: Any,
         out_specs: Any,
@@ -61,7 +64,8 @@ class ShardedStep:
         debug: bool,
     ) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self.mesh, self._debug = fn, mesh, debug
+        self._fn: Callable[..., Any] = fn
+        self.mesh, self._debug = mesh, debug
         self._arguments = Arguments(fn, mesh, in_specs, out_specs, donate_argnums)
         self._plans = Plans(mesh, policy)
         self._backend = backends.get(mesh.framework)
@@ -80,7 +84,7 @@ class ShardedStep:
         return tuple(prepared.schedule for prepared in self._plans.kept.values())
 
     @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         """Runs the step.
 
         Raises:
@@ -160,8 +164,34 @@ def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:
     return leaf.with_local(convert(leaf._value)) if is_sharded(leaf) else convert(leaf)
 
 
+@overload
 def sharded(
-    step_fn: Callable[..., Any] | None = None,
+    step_fn: Callable[Params, Result],
+    mesh: Mesh,
+    *,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    policy: Policy | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    debug: bool = False,
+) -> ShardedStep[Params, Result]: ...
+
+
+@overload
+def sharded(
+    step_fn: Mesh | None = None,
+    mesh: Mesh | None = None,
+    *,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    policy: Policy | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    debug: bool = False,
+) -> Callable[[Callable[Params, Result]], ShardedStep[Params, Result]]: ...
+
+
+def sharded(
+    step_fn: Callable[..., Any] | Mesh | None = None,
     mesh: Mesh | None = None,
     *,
     in_specs: Any = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import optree
 
@@ -24,6 +24,9 @@ from .._values.tree import flatten, paths, unflatten
 from ..backends import Backend, Inside, uncompiled
 from .unshard import unshard_array
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 Tensor = Any
 Names = Callable[[], list[str]]
 Axes = tuple[str, ...]
@@ -33,8 +36,12 @@ _NAME = "hpfunc.unit"
 
 
 def unit(
-    fn: Callable[..., Any], *, name: str | None = None, remat: bool = False, axes: AxisNames | None = None
-) -> Callable[..., Any]:
+    fn: Callable[Concatenate[Any, Params], Result],
+    *,
+    name: str | None = None,
+    remat: bool = False,
+    axes: AxisNames | None = None,
+) -> Callable[Concatenate[Any, Params], Result]:
     """Returns `fn` as a unit of sharding: its weights are gathered together, used, and dropped.
 
     ``fn(weights, *args, **kwargs)`` gets whole tensors in the place of the `ShardedArray` leaves of its first argument.

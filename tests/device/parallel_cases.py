@@ -87,10 +87,10 @@ def learns(name: str, data_axes: tuple[str, ...]) -> list[torch.Tensor]:
     """
     module = example(name)
     mesh = mesh_of((1, 2, 2), module.AXES, data_axes)
-    steps: list[hp.ShardedStep] = []
+    steps: list[Any] = []
 
     def run(step_fn: Any, mesh: hp.Mesh) -> Any:
-        step = hp.sharded(step_fn, mesh, policy=hp.Policy(pack_below_bytes=0))
+        step: Any = hp.sharded(step_fn, mesh, policy=hp.Policy(pack_below_bytes=0))
         steps.append(step)
 
         def call(*args: Any) -> Any:

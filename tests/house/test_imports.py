@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,10 @@ def test_import_loads_no_framework() -> None:
 def test_values_and_plans_are_made_without_a_framework() -> None:
     code = "import hpfunc as hp; hp.Mesh(('shard',), (2,), ('shard',), (0, 1)); hp.P('shard'); hp.Policy()"
     assert not modules_after(code) & {"torch", "numpy"}
+
+
+def test_the_package_knows_its_version() -> None:
+    assert hp.__version__ == version("hpfunc")
 
 
 def test_planning_knows_plain_python_only() -> None:

@@ -98,6 +98,7 @@ def events_of(rank: int) -> list[str]:
 
     step = hp.sharded(lambda p, x: hp.grad(loss)(p[:3], p[3], x), mesh)
     step(params, x)
+    assert step.last_schedule is not None
     program = step.last_schedule.program
     return [program.spell(event) for event in program.events]
 

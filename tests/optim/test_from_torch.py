@@ -187,6 +187,7 @@ def test_a_step_lowers():
 
     step = hp.sharded(step_fn, mesh)
     params, state = step(params, optimizer.init(params))
+    assert step.last_schedule is not None
     assert step.lower(params, state).program.fingerprint == step.last_schedule.program.fingerprint
 
 

@@ -232,6 +232,7 @@ def test_a_step_lowers_without_values(name):
     lowered = step.lower(params, state, grads)
     assert same_bits(params, random_tree(0))
     step(params, state, grads)
+    assert step.last_schedule is not None
     assert lowered.program.fingerprint == step.last_schedule.program.fingerprint
 
 

@@ -176,6 +176,14 @@ def test_the_command_line_prints_json_and_fails_if_something_is_wrong() -> None:
     assert [row["name"] for row in read["rows"] if row["verdict"] == "wrong"] == ["half set"]
 
 
+@pytest.mark.processes
+def test_the_command_line_says_what_it_knows() -> None:
+    helped, told = run(), run("--version")
+    assert (helped.returncode, told.returncode) == (0, 0), helped.stderr + told.stderr
+    assert "doctor" in helped.stdout
+    assert told.stdout == f"hpfunc {hp.__version__}\n"
+
+
 WITHOUT_FRAMEWORKS = """
 import sys
 

@@ -84,6 +84,7 @@ def counted(rank: int, mode: str, policy: hp.Policy, count: int) -> dict[str, in
     for _ in range(2):
         step(params, ops.ones(count, 32))
     assert step.followed_plan
+    assert step.last_counters is not None
     return step.last_counters.collectives
 
 

@@ -178,7 +178,7 @@ def model_gradients(
     numerics = hp.Numerics(param_dtype=dtype, cast_inputs=dtype is not None)
     step: Any = hp.value_and_grad(lambda p, b: model.loss(p, b, WAYS[way]), numerics=numerics)
     step = hp.accumulate(step, num_microbatches)
-    run = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
+    run: Any = step if policy is None else hp.sharded(step, mesh, policy=policy, debug=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*nothing can be hidden", hp.HpfuncWarning)  # some models are that small
         for _ in range(2):
