@@ -1,13 +1,9 @@
-import tomllib
-from pathlib import Path
-
-root = Path(__file__).parent.parent
-metadata = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+import hpfunc
 
 project = "hpfunc"
 author = "the hpfunc authors"
 copyright = f"2026, {author}"
-version = release = metadata["version"]
+version = release = hpfunc.__version__
 
 extensions = [
     "myst_parser",
