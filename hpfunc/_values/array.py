@@ -351,9 +351,7 @@ def describe(array: Any) -> str:
     if isinstance(array, ShardedArray):
         return f"shape {array.shape}, spec {array.spec}{', frozen' if array.is_frozen else ''}"
     shape = getattr(array, "shape", None)
-    if shape is not None:
-        return f"shape {tuple(shape)}"
-    return f"{type(array).__name__} {shortened(repr(array))}"
+    return f"{type(array).__name__} {shortened(repr(array))}" if shape is None else f"shape {tuple(shape)}"
 
 
 def check_sharded(
