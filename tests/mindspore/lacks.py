@@ -203,6 +203,7 @@ NOT_HERE = {
     "fuzz": "its steps are written in torch, and compared with plain torch",
     "helpers.test_ranks": "the pool itself",
     "running.test_replicas": "what is compared are bits in host memory, by the core; errors.test_steps runs here",
+    "backends.test_groups": "the groups of a CPU are torch's, for both frameworks",
     "values.test_dataclasses": "classes are optree's nodes, for both frameworks",
     "values.test_picture": "pictures show layouts, which no framework knows of",
     "values.test_world": "the same gloo world; test_launch",
