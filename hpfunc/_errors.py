@@ -33,6 +33,10 @@ class ArrayAttributeError(UsageError, AttributeError):
     """An attribute of tensors is asked of a sharded array: a `UsageError`, and an AttributeError for `hasattr`."""
 
 
+class ArgumentError(UsageError, TypeError):
+    """A public function is called with an argument that it does not take: a `UsageError`, and Python's TypeError."""
+
+
 class CheckpointError(HpfuncError, RuntimeError):
     """A checkpoint cannot be written, cannot be read, is damaged, or is that of another tree."""
 

@@ -94,11 +94,18 @@ class Arguments:
             raise SpecError(message(_NAME, rule))
         specs: list[PartitionSpec | None] = []
         if self._in_specs is not None:
-            specs = leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh)
+            specs = self._specs_of(args)
         counts = [len(flatten(arg, is_sharded)[0]) for arg in args]
         donated = {i for n in self._donate for i in range(sum(counts[:n]), sum(counts[: n + 1]))}
         specs += [None] * (len(leaves) - len(specs))
         return Known({i: n for i, n in enumerate(names) if is_sharded(leaves[i])}, specs, donated)
+
+    def _specs_of(self, args: tuple[Any, ...]) -> list[PartitionSpec | None]:
+        if not isinstance(self._in_specs, PartitionSpec):
+            return leaf_specs(_NAME, args, "args", tuple(self._in_specs), self.mesh)
+        leaves, treedef = flatten(args, is_sharded)
+        plain = unflatten(treedef, [0 if is_sharded(leaf) else leaf for leaf in leaves])  # one P says nothing of arrays
+        return leaf_specs(_NAME, plain, "args", self._in_specs, self.mesh)
 
     def fill(self, step: Step, leaves: Sequence[Any], known: Known) -> tuple[list[Any], dict[int, ShardedArray]]:
         """Returns the leaves that the step gets: arrays with their origin, and this rank's part of global tensors."""

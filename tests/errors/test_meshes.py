@@ -33,6 +33,14 @@ def differentiate(p: Any) -> Any:
     return hp.value_and_grad(hp.unit(square))(p)
 
 
+def a_mesh_in_a_with_statement(rank: int) -> Any:
+    def call() -> None:
+        with mesh():
+            pass
+
+    return call, None
+
+
 # --- data axes that nobody knows ------------------------------------------------------------------------------------
 def a_gradient_without_data_axes(rank: int) -> Any:
     kept = weights_on(nameless(), P())
