@@ -28,6 +28,8 @@ class LeafError(HpfuncError, TypeError):
 class UsageError(HpfuncError, RuntimeError):
     """A public function is called in a way, or at a place, that its contract excludes."""
 
+    _array: object | None = None  # the array that was taken for a tensor: a unit tells more about it
+
 
 class ArrayAttributeError(UsageError, AttributeError):
     """An attribute of tensors is asked of a sharded array: a `UsageError`, and an AttributeError for `hasattr`."""

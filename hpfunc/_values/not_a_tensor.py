@@ -55,7 +55,9 @@ class NotATensor:
     __slots__ = ()
 
     def _refusal(self, rule: str, hint: str, error: type[UsageError] = UsageError) -> UsageError:
-        return error(message("hpfunc.ShardedArray", rule, [self._described()], hint=hint))
+        refusal = error(message("hpfunc.ShardedArray", rule, [self._described()], hint=hint))
+        refusal._array = self
+        return refusal
 
     def _described(self) -> str:
         """Returns the array for an error text."""

@@ -15,6 +15,7 @@ from tests.errors import (
     test_modules,
     test_policies,
     test_steps,
+    test_unit_functions,
     test_values,
 )
 from tests.helpers.refusals import GOLDEN
@@ -33,6 +34,7 @@ def test_each_text_has_its_test() -> None:
         test_meshes,
         test_modes,
         test_autograd,
+        test_unit_functions,
     )
     cases = [name for module in modules for name in module.CASES]
     assert len(set(cases)) == len(cases)

@@ -35,6 +35,8 @@ CALLS = {
         hp.make_mesh({"shard": 1}, "shard")
         hp.make_mesh(("replicate", "shard"), (1, 1))
         hp.shard(tree, device_mesh, P("shard"))
+        hp.unit(torch.nn.Linear(4, 4))
+        hp.unit(hp.shard(tree, mesh, P("shard")))
     """,
     "names": """
         optim.adamw(lr=1e-3)

@@ -192,6 +192,7 @@ NOT_HERE = {
     "examples": "these start processes of their own; test_train_text, test_fsdp_demo",
     "errors.test_array_misuse": "the functions, and the lines that are shown, are torch's",
     "errors.test_wrong_arguments": "refused before any framework is asked; what one spec cuts is the core's",
+    "errors.test_unit_functions": "the functions that fail, and the modules, are torch's",
     "errors.test_failures": "the control group is the same one over gloo, for both frameworks",
     "steps.test_borrowed": "strides and holders of gradients are torch's; here each gradient is copied",
     "steps.test_saved_tensors": "the writes are torch's; operators on a CPU write into no tensor here",
