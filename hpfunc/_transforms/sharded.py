@@ -18,13 +18,14 @@ from .._running.writes import refuse_written
 from .._values.argument_names import check_mesh
 from .._values.array import is_sharded
 from .._values.mesh import Mesh, PartitionSpec
-from .._values.not_a_tensor import shortened
+from .._values.not_a_tensor import named, shortened
 from .._values.tree import flatten, unflatten
 from ..backends import Counters, uncompiled
 from ..planning.policy import Policy
 from ..planning.program import Program
 from ..planning.schedule import Schedule
-from .arguments import Arguments
+from .arguments import Arguments, warn_of_uneven
+from .made_anew import note_first_call
 from .plans import Plans
 
 _NAME = "hpfunc.sharded"
@@ -64,12 +65,19 @@ class ShardedStep:
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn, self.mesh, self._debug = fn, mesh, debug
+        self._is_new = True
         self._arguments = Arguments(fn, mesh, in_specs, out_specs, donate_argnums)
         self._plans = Plans(mesh, policy)
         self._backend = backends.get(mesh.framework)
         self.last_schedule: Schedule | None = None
         self.last_counters: Counters | None = None
         self.followed_plan = False
+
+    def __repr__(self) -> str:
+        options = [f"donate_argnums={self._arguments.donate}"] if self._arguments.donate else []
+        options += ["debug=True"] * self._debug
+        plans = f"{len(self._plans.kept)} plan{'s' * (len(self._plans.kept) != 1)}"
+        return f"<hpfunc.sharded({', '.join([named(self._fn), repr(self.mesh), *options])}), {plans}>"
 
     @property
     def policy(self) -> Policy:
@@ -116,6 +124,11 @@ class ShardedStep:
                 outputs = self._fn(*new_args, **new_kwargs)
                 session.end()
             refuse_written(_NAME, kept.values(), lambda: [known.names[i] for i in kept])
+            if self._arguments.uneven:
+                warn_of_uneven(self._arguments.uneven, session)
+            if self._is_new:
+                self._is_new = False
+                note_first_call(self._fn, self._arguments.structures, self.mesh)
             self.followed_plan = session.plan is not None
             self.last_schedule = self._plans.learn(session, known.history, expected)
             outputs = self._arguments.finish(outputs, arrays)

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from .._errors import ArgumentError, message
 from .mesh import Mesh, PartitionSpec
-from .not_a_tensor import shortened
+from .not_a_tensor import named
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -58,5 +58,4 @@ def check_mesh(function: str, mesh: object, form: str) -> None:
         hint = f"mesh = hpfunc.make_mesh((-1,), ({mesh!r},)); {form}"
     elif isinstance(mesh, PartitionSpec):
         hint = f"the mesh comes before the specs: {form}"
-    given = getattr(mesh, "__name__", None) or shortened(repr(mesh))
-    raise ArgumentError(message(function, f"mesh must be a hpfunc.Mesh, got {given}", hint=hint))
+    raise ArgumentError(message(function, f"mesh must be a hpfunc.Mesh, got {named(mesh)}", hint=hint))

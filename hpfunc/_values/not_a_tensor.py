@@ -192,6 +192,11 @@ def shortened(text: str) -> str:
     return f"{first[:80]}..." if others or len(first) > 80 else first
 
 
+def named(fn: Any) -> str:
+    """Returns the name of a function, for a text that shows it."""
+    return getattr(fn, "__name__", None) or shortened(repr(fn))
+
+
 def _remedy(form: str, *values: Any, new: bool = False) -> str:
     """Returns the lines for an expression: a unit, and if it is one of elements, the map over this rank's parts.
 

@@ -20,7 +20,13 @@ from tests.errors import (
 )
 from tests.helpers.refusals import GOLDEN
 
-WARNINGS = {"nothing_can_be_hidden", "one_unit_holds_most_of_the_weights", "the_whole_model_is_one_unit"}
+WARNINGS = {
+    "a_step_that_is_made_anew",
+    "nothing_can_be_hidden",
+    "one_unit_holds_most_of_the_weights",
+    "parts_of_different_sizes",
+    "the_whole_model_is_one_unit",
+}
 FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))
 
 

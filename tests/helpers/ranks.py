@@ -201,6 +201,7 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own use, on the first jvp
     # True of many models that are drawn at random, and small.
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
+    warnings.filterwarnings("ignore", "hpfunc.sharded: the step of .* is made anew")  # true of examples that are drawn
     _join(rank, size, directory, backends)
     gc.freeze()  # a collection looks at what tests make, not each time at the 300,000 objects of the modules
     pipe.send_bytes(_dump(("returned", None)))  # it has started
