@@ -12,12 +12,12 @@ from .. import backends
 from .._errors import DonatedError, SpecError, message
 from .._running.agreement import agreeing
 from .._running.session import Session
+from .._running.warn_once import warn_once
 from .._running.writes import renewed, watch
 from .._values.array import ShardedArray, Step, describe, is_sharded, layout_of
 from .._values.mesh import Mesh, PartitionSpec
 from .._values.tree import flatten, paths, unflatten
 from .shard import leaf_specs
-from .warn_once import warn_once
 
 _NAME = "hpfunc.sharded"
 KEPT_CALLS = 128

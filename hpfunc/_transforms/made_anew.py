@@ -9,10 +9,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from .._errors import message
+from .._running.warn_once import warn_once
 from .._values.mesh import Mesh
 from .._values.not_a_tensor import named
 from .arguments import Known
-from .warn_once import warn_once
 
 _LIMIT = 5  # a few in a row may be meant: models, meshes or policies that are compared
 _last: WeakKeyDictionary[CodeType, tuple[int, Mapping[object, Known]]] = WeakKeyDictionary()

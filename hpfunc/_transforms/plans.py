@@ -12,6 +12,7 @@ from .._running.link_probe import settle
 from .._running.planned import Prepared, make_groups
 from .._running.predict import predict
 from .._running.session import Session
+from .._running.warn_once import warn_once
 from .._values.mesh import Mesh
 from ..planning.checking.checker import Report, check
 from ..planning.ops import itemsize
@@ -20,7 +21,6 @@ from ..planning.policy import Policy
 from ..planning.program import Program, Unit, dotted
 from ..planning.schedule import Schedule
 from ..planning.windows import Windows, unmatched
-from .warn_once import warn_once
 
 _NAME = "hpfunc.sharded"
 KEPT_PLANS = 64

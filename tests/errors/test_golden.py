@@ -25,6 +25,7 @@ WARNINGS = {
     "nothing_can_be_hidden",
     "one_unit_holds_most_of_the_weights",
     "parts_of_different_sizes",
+    "parts_of_weights_in_the_loss",
     "the_whole_model_is_one_unit",
 }
 FILES = sorted(path.stem for path in GOLDEN.glob("*.txt"))

@@ -146,3 +146,23 @@ def test_a_last_batch_of_another_size_is_warned_of(pool: Any) -> None:
 )
 def test_sums_evaluations_and_even_batches_are_not(pool: Any, rows: Any, reduce_op: str, differentiates: bool) -> None:
     assert pool(2).run(batches, rows, reduce_op, differentiates) == [[], []]
+
+
+# --- parts of weights -------------------------------------------------------------------------------------------------
+def penalties(rank: int, spec: Any, reduce_op: Any) -> list[str]:
+    kept = {"w": hp.shard(ops.ones(4), mesh(), spec)}
+    unit = hp.unit(lambda p: p["w"].sum())
+    grad = hp.grad(lambda p: unit(p) + (p["w"].local ** 2).sum(), numerics=hp.Numerics(reduce_op=reduce_op))
+    step = hp.sharded(grad, mesh())
+    return [text for text in warnings_of(lambda: [step(kept) for _ in range(3)], "default") if "local" in text]
+
+
+def test_the_part_of_a_weight_in_the_loss_is_warned_of(pool: Any) -> None:
+    first, second = pool(2).run(penalties, hp.P("shard"), "mean")
+    assert (len(first), second) == (1, [])
+    check_texts(first, "parts_of_weights_in_the_loss")
+
+
+@pytest.mark.parametrize(("spec", "reduce_op"), [(hp.P(), "mean"), (hp.P("shard"), "sum")])
+def test_whole_weights_and_sums_are_not(pool: Any, spec: Any, reduce_op: str) -> None:
+    assert pool(2).run(penalties, spec, reduce_op) == [[], []]
