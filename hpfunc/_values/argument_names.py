@@ -29,15 +29,18 @@ def names_of_others(function: str, **ours: str) -> Callable[[Callable[Params, Re
     def refuse(given: dict[str, Any]) -> None:
         wrong = [name for name in given if name in ours]
         rule = f"takes {', '.join(ours[name] for name in wrong)}, not {', '.join(wrong)}"
-        raise ArgumentError(message(function, rule))
+        raise ArgumentError(message(function, rule)) from None
 
     def decorate(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         foreign = ours.keys()
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if kwargs and not foreign.isdisjoint(kwargs):
-                refuse(kwargs)
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            except TypeError:  # Python's own, before `fn` begins: right calls pay for no check
+                if not foreign.isdisjoint(kwargs):
+                    refuse(kwargs)
+                raise
 
         # With the globals of `fn` it is a function of that module, as doctest asks.
         inner = cast(FunctionType, fn)
