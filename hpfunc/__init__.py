@@ -37,6 +37,7 @@ from ._transforms.collectives import axis_index as axis_index
 from ._transforms.collectives import axis_size as axis_size
 from ._transforms.collectives import pmax as pmax
 from ._transforms.collectives import pmean as pmean
+from ._transforms.collectives import pmin as pmin
 from ._transforms.collectives import ppermute as ppermute
 from ._transforms.collectives import psum as psum
 from ._transforms.collectives import psum_scatter as psum_scatter

@@ -28,9 +28,15 @@ class LeafError(HpfuncError, TypeError):
 class UsageError(HpfuncError, RuntimeError):
     """A public function is called in a way, or at a place, that its contract excludes."""
 
+    _array: object | None = None  # the array that was taken for a tensor: a unit tells more about it
+
 
 class ArrayAttributeError(UsageError, AttributeError):
     """An attribute of tensors is asked of a sharded array: a `UsageError`, and an AttributeError for `hasattr`."""
+
+
+class ArgumentError(UsageError, TypeError):
+    """A public function is called with an argument that it does not take: a `UsageError`, and Python's TypeError."""
 
 
 class CheckpointError(HpfuncError, RuntimeError):

@@ -9,12 +9,13 @@ from typing import Any
 from .._errors import UsageError, message
 from .._values.array import Owner, ShardedArray, describe, is_sharded
 from .._values.numerics import Numerics, has_sums
-from .._values.reduction_axes import divisor, reduce_axes
+from .._values.reduction_axes import divisor, mean_axes, reduce_axes
 from ..backends import uncompiled
 from ..planning.program import Carry, Event
 from .channel import comm
 from .session import Session
 from .use import Backwards, Use
+from .warn_once import warn_once
 
 Tensor = Any
 _NAME = "hpfunc.value_and_grad"
@@ -194,6 +195,9 @@ class Run:
 
     def _reduce_direct(self, array: ShardedArray, total: Tensor) -> Tensor:
         mesh, axes, numerics = array.mesh, reduce_axes(array.layout), self.numerics
+        cut = [axis for axis in mean_axes(mesh, numerics) if axis in array.spec.axes]
+        if mesh.axis_size(cut) > 1:
+            self._warn_of_part(array, mesh.axis_size(cut))
         if numerics.reduce_dtype and not has_sums(self.session.backend.dtype_name(total)):
             total = self.session.backend.cast(total, numerics.reduce_dtype)
         if mesh.axis_size(axes) > 1:
@@ -201,6 +205,13 @@ class Run:
         if numerics.reduce_op == "mean":
             total = total / divisor(mesh, numerics, self.backwards.count)
         return self.session.backend.cast(self.session.backend.detach(total), self.accum_dtype(array))
+
+    def _warn_of_part(self, array: ShardedArray, count: int) -> None:
+        rule = f"the loss uses `.local`, one of {count} parts, so in the mean over ranks it counts 1/{count}"
+        hint = "use the array in a unit, where it is whole; or, for a sum over all elements such as a penalty, give "
+        hint += f"{count} times that of the part"
+        name = self.session.name_of(array) or "an array"
+        warn_once(message(_NAME, rule, [f"{name}: {describe(array)}"], mesh=array.mesh, hint=hint), array.mesh)
 
 
 def _independent() -> str:

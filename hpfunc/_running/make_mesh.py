@@ -6,9 +6,10 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from .. import backends
-from .._errors import HpfuncWarning, MeshError, message
+from .._errors import ArgumentError, HpfuncWarning, MeshError, message
 from .._values.array import ShardedArray, flatten_array, unflatten_array
 from .._values.mesh import CUTTING, DATA, REPLICATING, AxisNames, Mesh, as_axes, default_data_axes
 
@@ -38,6 +39,7 @@ def make_mesh(
         timeout_s: seconds after which a rank that waits for another raises.
 
     Raises:
+        ArgumentError: names and sizes are in another order; it is a UsageError, and a TypeError.
         MeshError: the shape does not match the number of processes, or a name is wrong.
 
     Communication: none (processes meet when they are started).
@@ -45,6 +47,7 @@ def make_mesh(
     >>> make_mesh((1, 1), ("replicate", "shard"))
     Mesh(replicate=1, shard=1)
     """
+    _check_order(shape, axis_names)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     names = as_axes(axis_names)
     backend = backends.default()
@@ -74,6 +77,17 @@ def make_mesh(
     )
     _warn_about_machines(mesh)
     return mesh
+
+
+def _check_order(shape: Any, axis_names: Any) -> None:
+    """Raises ArgumentError if the names stand where the sizes belong."""
+    first, second = (as_axes(given) if not isinstance(given, int) else (given,) for given in (shape, axis_names))
+    if any(isinstance(size, str) for size in first) or any(isinstance(name, int) for name in second):
+        rule = f"the sizes come before the names, got {shape!r} and {axis_names!r}"
+        names = first if all(isinstance(name, str) for name in first) else ("replicate", "shard")[-len(first) :]
+        sizes = second if all(isinstance(size, int) for size in second) else (-1,) * len(names)
+        hint = f"hpfunc.make_mesh({sizes!r}, {names!r})"
+        raise ArgumentError(message("hpfunc.make_mesh", rule, hint=hint))
 
 
 def _warn_about_machines(mesh: Mesh) -> None:

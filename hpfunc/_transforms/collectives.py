@@ -19,6 +19,7 @@ from .._running.caller_collectives import pinned, refusing_together
 from .._running.channel import Comm, comm
 from .._running.comparisons import compared
 from .._running.context import current_mesh, current_run
+from .._values.argument_names import names_of_others
 from .._values.array import describe
 from .._values.mesh import AxisNames, Mesh
 from .._values.numerics import check_sums, dtype_name
@@ -54,6 +55,11 @@ def _apply(
         bad = [repr(leaf) for leaf in leaves if not backend.is_tensor(leaf)]
         if bad:
             hint = "collectives take tensors; inside a step use `hpfunc.unshard` or `.local` for a ShardedArray"
+            if all(isinstance(leaf, int) for leaf in leaves if not backend.is_tensor(leaf)):
+                hint = (
+                    f"hpfunc.axis_size({axis_name!r}) is the number of ranks, which is psum(1, ...) in JAX; any other "
+                )
+                hint += "number, make it a tensor first: ranks may have different ones"
             raise LeafError(message(function, "a leaf is not a tensor", bad, hint=hint))
         if check is not None:
             check(function, leaves, lambda: paths(tree, "x"))
@@ -75,6 +81,7 @@ def _pinned(kind: str, channel: Comm, work: Map) -> Map:
     return pinned(kind, channel.axes, channel.mesh, work)
 
 
+@names_of_others("hpfunc.psum", axis="axis_name")
 def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     """Returns the sum of `x` over ranks along an axis. Its transpose is `pvary`.
 
@@ -103,6 +110,7 @@ def psum(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     return _apply("hpfunc.psum", x, axis_name, mesh, maps, check_sums)
 
 
+@names_of_others("hpfunc.pvary", axis="axis_name")
 def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     """Returns `x`, marked as varying along an axis from here on: the gradients of these ranks are summed.
 
@@ -123,6 +131,7 @@ def pvary(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     return _apply("hpfunc.pvary", x, axis_name, mesh, maps)
 
 
+@names_of_others("hpfunc.pmean", axis="axis_name")
 def pmean(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     """Returns the mean of `x` over ranks along an axis: `psum` divided by the number of ranks.
 
@@ -137,6 +146,7 @@ def pmean(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     return optree.tree_map(lambda total: total / mesh.axis_size(axis_name), totals)
 
 
+@names_of_others("hpfunc.pmax", axis="axis_name")
 def pmax(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     """Returns the element-wise maximum of `x` over ranks along an axis. It has no derivative.
 
@@ -148,11 +158,27 @@ def pmax(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
     >>> pmax(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
     tensor([1., 1.])
     """
+    return _apply("hpfunc.pmax", x, axis_name, mesh, _extreme_maps("pmax", "amax"), _check_order)
 
+
+@names_of_others("hpfunc.pmin", axis="axis_name")
+def pmin(x: Any, axis_name: AxisNames, *, mesh: Mesh | None = None) -> Any:
+    """Returns the element-wise minimum of `x` over ranks along an axis. It has no derivative.
+
+    Args, errors and communication: as `pmax`.
+
+    >>> import torch
+    >>> pmin(torch.ones(2), "shard", mesh=hpfunc.make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    return _apply("hpfunc.pmin", x, axis_name, mesh, _extreme_maps("pmin", "amin"), _check_order)
+
+
+def _extreme_maps(kind: str, method: str) -> Callable[[Comm, Tensor], Maps]:
     def maps(channel: Comm, t: Tensor) -> Maps:
-        return _pinned("pmax", channel, lambda t: _largest(channel.backend, channel.all_gather(t))), None
+        return _pinned(kind, channel, lambda t: _extreme(method, channel.backend, channel.all_gather(t))), None
 
-    return _apply("hpfunc.pmax", x, axis_name, mesh, maps, _check_order)
+    return maps
 
 
 def _check_order(function: str, leaves: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
@@ -160,18 +186,19 @@ def _check_order(function: str, leaves: Sequence[Tensor], names: Callable[[], Se
     if any(kind.startswith("complex") for kind in kinds):
         rows = zip(names(), leaves, kinds, strict=True)
         bad = [f"{name}: {describe(x)}, {kind}" for name, x, kind in rows if kind.startswith("complex")]
-        hint = "take the maximum of its absolute values, or of its parts"
+        extreme = "minimum" if function == "hpfunc.pmin" else "maximum"
+        hint = f"take the {extreme} of its absolute values, or of its parts"
         raise LeafError(message(function, "complex numbers have no order", bad, hint=hint))
 
 
-def _largest(backend: Backend, rows: Tensor) -> Tensor:
-    """Returns the maximum over the first dim, computed in a dtype that the framework can compare."""
+def _extreme(method: str, backend: Backend, rows: Tensor) -> Tensor:
+    """Returns ``rows.amax(0)`` or ``rows.amin(0)``, computed in a dtype that the framework can compare."""
     dtype = backend.dtype_name(rows)
     if dtype == "uint64":
         lowest = -(1 << 63)  # shifts the numbers down by half of their range
-        return backend.cast((backend.cast(rows, "int64") ^ lowest).amax(0) ^ lowest, dtype)
+        return backend.cast(getattr(backend.cast(rows, "int64") ^ lowest, method)(0) ^ lowest, dtype)
     wide = "float32" if dtype.startswith("float8") else "int64" if dtype in ("uint16", "uint32") else dtype
-    return backend.cast(backend.cast(rows, wide).amax(0), dtype)
+    return backend.cast(getattr(backend.cast(rows, wide), method)(0), dtype)
 
 
 def _dim(function: str, tensor: Tensor, dim: int, extra: int = 0) -> int:
@@ -211,6 +238,7 @@ def _gather_maps(channel: Comm, dim: int, tiled: bool) -> tuple[Map, Map]:
     return _pinned("all_gather", channel, gather), _pinned("psum_scatter", channel, scatter)
 
 
+@names_of_others("hpfunc.all_gather", axis="dim")
 def all_gather(x: Any, axis_name: AxisNames, *, dim: int = 0, tiled: bool = False, mesh: Mesh | None = None) -> Any:
     """Returns the tensors of all ranks along an axis. Its transpose is `psum_scatter`.
 
@@ -238,6 +266,7 @@ def all_gather(x: Any, axis_name: AxisNames, *, dim: int = 0, tiled: bool = Fals
     return _apply("hpfunc.all_gather", x, axis_name, mesh, maps)
 
 
+@names_of_others("hpfunc.psum_scatter", scatter_dimension="scatter_dim", dim="scatter_dim")
 def psum_scatter(
     x: Any, axis_name: AxisNames, *, scatter_dim: int = 0, tiled: bool = False, mesh: Mesh | None = None
 ) -> Any:
@@ -278,6 +307,7 @@ def _check_cut(function: str, t: Tensor, dim: int, channel: Comm, tiled: bool) -
         raise MeshError(message(function, rule, [f"shape {tuple(t.shape)}"], mesh=channel.mesh))
 
 
+@names_of_others("hpfunc.all_to_all", split_axis="split_dim", concat_axis="concat_dim")
 def all_to_all(
     x: Any, axis_name: AxisNames, split_dim: int, concat_dim: int, *, tiled: bool = False, mesh: Mesh | None = None
 ) -> Any:

@@ -10,9 +10,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import optree
 
-from .._errors import LeafError, UsageError, message
+from .._errors import LeafError, MeshError, UsageError, message
 from .._running.comparisons import compare_gradients
-from .._running.context import current_mesh, current_run, current_session, differentiating, use_mesh
+from .._running.context import current_run, current_session, differentiating, mesh_in_use, use_mesh
 from .._running.differentiation import Run
 from .._running.eager import session_on
 from .._running.session import Session
@@ -20,6 +20,7 @@ from .._running.use import Backwards
 from .._running.writes import refuse_written
 from .._values.array import check_gatherable, check_one_mesh, describe, is_sharded
 from .._values.mesh import Mesh
+from .._values.not_a_tensor import named
 from .._values.numerics import Numerics, has_sums
 from .._values.tree import flatten, paths, unflatten
 from ..backends import uncompiled
@@ -188,6 +189,12 @@ class GradFunction:
         self._given = argnums
         self.argnums: tuple[int, ...] = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+    def __repr__(self) -> str:
+        kind = "value_and_grad" if self._with_value else "grad"
+        options = [f"argnums={self._given}"] if self._given != 0 else []
+        options += ["has_aux=True"] * self._has_aux + [repr(self.numerics)] * (self.numerics != Numerics())
+        return f"hpfunc.{kind}({', '.join([named(self._fun), *options])})"
+
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.result(*self.run(args, kwargs, Backwards()))
@@ -212,7 +219,7 @@ class GradFunction:
             every = paths(picked, "args", is_sharded)
             return [name for name, leaf in zip(every, leaves, strict=True) if is_sharded(leaf)]
 
-        mesh = session.mesh if session else arrays[0].mesh if arrays else current_mesh(_NAME)
+        mesh = session.mesh if session else arrays[0].mesh if arrays else mesh_in_use() or _mesh_among(args)
         check_one_mesh(_NAME, arrays, mesh, names)
         mesh.check_data_axes(_NAME)
         return mesh
@@ -267,6 +274,18 @@ class GradFunction:
         gradients = [run.gradient(leaf, place) for place, leaf in enumerate(tracked)]
         compare_gradients(session, tracked, gradients)
         return loss, aux, picked.filled(gradients, [None] * len(picked.leaves))
+
+
+def _mesh_among(args: Sequence[Any]) -> Mesh:
+    """Returns the mesh of the first array among arguments of which no differentiated one has any."""
+    found = next((leaf.mesh for leaf in flatten(tuple(args), is_sharded)[0] if is_sharded(leaf)), None)
+    if found is None:
+        hint = (
+            "params = hpfunc.shard(params, mesh, hpfunc.P('shard')) before; or, for a gradient of plain tensors, call "
+        )
+        hint += "it inside a hpfunc.sharded step or `with hpfunc.use_mesh(mesh)`"
+        raise MeshError(message(_NAME, "no argument is a sharded array, and no mesh is in use", hint=hint))
+    return found
 
 
 def _split(result: Any, has_aux: bool) -> tuple[Tensor, Any]:

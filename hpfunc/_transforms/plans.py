@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterable
 
 from .. import backends
-from .._errors import HpfuncWarning, PolicyError, message
+from .._errors import PolicyError, message
 from .._running.agreement import Control
 from .._running.link_probe import settle
 from .._running.planned import Prepared, make_groups
 from .._running.predict import predict
 from .._running.session import Session
+from .._running.warn_once import warn_once
 from .._values.mesh import Mesh
 from ..planning.checking.checker import Report, check
 from ..planning.ops import itemsize
@@ -62,7 +62,7 @@ class Plans:
         schedule = plan(program, settle(self.policy, self.mesh, program, measures=measures), traits)
         report = check(schedule)
         if not self.kept:  # a rare program, such as that of an early exit, does not represent the model
-            _warn_about(schedule, report)
+            self._warn_about(schedule, report)
         return schedule
 
     def expect(self, control: Control, histories: Iterable[deque[str]], history: deque[str]) -> str:
@@ -94,24 +94,24 @@ class Plans:
             del self.kept[next(iter(self.kept))]
         return self.kept[done].schedule
 
+    def _warn_about(self, schedule: Schedule, report: Report) -> None:
+        program = schedule.program
+        weights = [[program.weights[w] for w in unit.weights] for unit in program.units]
+        sizes = [sum(weight.whole_numel * itemsize(weight.dtype) for weight in unit) for unit in weights]
+        cut = any(weight.num_shards > 1 for weight in program.weights)
+        hint = "make a unit of every layer"
+        if cut and len(sizes) > 1 and max(sizes) > 0.75 * sum(sizes) and max(sizes) > 1 << 20:
+            name = program.units[sizes.index(max(sizes))].name
+            share = 100 * max(sizes) / sum(sizes)
+            rule = f"unit {name!r} holds {share:.0f} % of the weights: nearly the whole model is gathered at once"
+            warn_once(message(_NAME, rule, hint=hint), self.mesh)
+        if cut and len(sizes) == 1:
+            rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
+            warn_once(message(_NAME, rule, hint=hint), self.mesh)
+        elif report.launches and not report.hidden_launches and schedule.policy.prefetch == 0:
+            rule = f"nothing can be hidden in this step with {schedule.policy}"
+            warn_once(message(_NAME, rule, hint="raise Policy.prefetch"), self.mesh)
+
 
 def _weights_of(program: Program, unit: Unit) -> str:
     return ", ".join(dotted(program.weights[w].name) for w in unit.weights)
-
-
-def _warn_about(schedule: Schedule, report: Report) -> None:
-    program = schedule.program
-    weights = [[program.weights[w] for w in unit.weights] for unit in program.units]
-    sizes = [sum(weight.whole_numel * itemsize(weight.dtype) for weight in unit) for unit in weights]
-    cut = any(weight.num_shards > 1 for weight in program.weights)
-    if cut and len(sizes) > 1 and max(sizes) > 0.75 * sum(sizes) and max(sizes) > 1 << 20:
-        name = program.units[sizes.index(max(sizes))].name
-        share = 100 * max(sizes) / sum(sizes)
-        rule = f"unit {name!r} holds {share:.0f} % of the weights: nearly the whole model is gathered at once"
-        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
-    if cut and len(sizes) == 1:
-        rule = "the whole model is one unit: nothing can be hidden, and all of it is gathered at once"
-        warnings.warn(message(_NAME, rule, hint="make a unit of every layer"), HpfuncWarning, stacklevel=5)
-    elif report.launches and not report.hidden_launches and schedule.policy.prefetch == 0:
-        rule = f"nothing can be hidden in this step with {schedule.policy}"
-        warnings.warn(message(_NAME, rule, hint="raise Policy.prefetch"), HpfuncWarning, stacklevel=5)

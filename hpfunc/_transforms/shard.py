@@ -13,6 +13,7 @@ from .._running.agreement import agreeing, control, digest_of_text
 from .._running.channel import comm
 from .._running.random_numbers import numbers_of_one_process
 from .._running.writes import watch
+from .._values.argument_names import check_mesh
 from .._values.array import ShardedArray, born, describe, is_sharded, layout_of
 from .._values.mesh import Mesh, PartitionSpec, did_you_mean
 from .._values.numerics import dtype_name
@@ -155,6 +156,7 @@ def shard(
     {'w': ShardedArray(shape=(4, 2), dtype=torch.float32, spec=P('shard'))}
     """
     name = "hpfunc.shard"
+    check_mesh(name, mesh, "hpfunc.shard(tree, mesh, specs)")
     specs_of: list[PartitionSpec | None] = []
     digests: list[int] = []
     leaves, treedef = flatten(tree, is_sharded)
@@ -261,6 +263,7 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     {'w': ShardedArray(shape=(4, 2), dtype=torch.float32, spec=P('shard'))}
     """
     name = "hpfunc.init"
+    check_mesh(name, mesh, "hpfunc.init(init_fn, mesh, specs)")
     digests: dict[int, int] = {}
     compares = False  # whether a comparison with the other ranks is in progress: all ranks see its failure
 

@@ -8,21 +8,24 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from .. import backends
-from .._errors import SpecError, UsageError, message
+from .._errors import ArgumentError, SpecError, UsageError, message
 from .._running.context import stepping
 from .._running.eager import Eager
 from .._running.planned import Planned
 from .._running.replicas import compare_arguments
 from .._running.session import Session
 from .._running.writes import refuse_written
+from .._values.argument_names import check_mesh
 from .._values.array import is_sharded
-from .._values.mesh import Mesh
+from .._values.mesh import Mesh, PartitionSpec
+from .._values.not_a_tensor import named, shortened
 from .._values.tree import flatten, unflatten
 from ..backends import Counters, uncompiled
 from ..planning.policy import Policy
 from ..planning.program import Program
 from ..planning.schedule import Schedule
-from .arguments import Arguments
+from .arguments import Arguments, warn_of_uneven
+from .made_anew import note_first_call
 from .plans import Plans
 
 Params = ParamSpec("Params")
@@ -66,12 +69,19 @@ class ShardedStep(Generic[Params, Result]):
         functools.update_wrapper(self, fn)
         self._fn: Callable[..., Any] = fn
         self.mesh, self._debug = mesh, debug
+        self._is_new = True
         self._arguments = Arguments(fn, mesh, in_specs, out_specs, donate_argnums)
         self._plans = Plans(mesh, policy)
         self._backend = backends.get(mesh.framework)
         self.last_schedule: Schedule | None = None
         self.last_counters: Counters | None = None
         self.followed_plan = False
+
+    def __repr__(self) -> str:
+        options = [f"donate_argnums={self._arguments.donate}"] if self._arguments.donate else []
+        options += ["debug=True"] * self._debug
+        plans = f"{len(self._plans.kept)} plan{'s' * (len(self._plans.kept) != 1)}"
+        return f"<hpfunc.sharded({', '.join([named(self._fn), repr(self.mesh), *options])}), {plans}>"
 
     @property
     def policy(self) -> Policy:
@@ -118,6 +128,11 @@ class ShardedStep(Generic[Params, Result]):
                 outputs = self._fn(*new_args, **new_kwargs)
                 session.end()
             refuse_written(_NAME, kept.values(), lambda: [known.names[i] for i in kept])
+            if self._arguments.uneven:
+                warn_of_uneven(self._arguments.uneven, session)
+            if self._is_new:
+                self._is_new = False
+                note_first_call(self._fn, self._arguments.structures, self.mesh)
             self.followed_plan = session.plan is not None
             self.last_schedule = self._plans.learn(session, known.history, expected)
             outputs = self._arguments.finish(outputs, arrays)
@@ -162,6 +177,17 @@ class ShardedStep(Generic[Params, Result]):
 
 def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:
     return leaf.with_local(convert(leaf._value)) if is_sharded(leaf) else convert(leaf)
+
+
+def _check_given(step_fn: object, mesh: object, in_specs: object) -> None:
+    check_mesh(_NAME, mesh, "hpfunc.sharded(step_fn, mesh)")
+    if step_fn is not None and not callable(step_fn):
+        rule = f"step_fn must be a function, got {shortened(repr(step_fn))}"
+        raise ArgumentError(message(_NAME, rule, hint="hpfunc.sharded(step_fn, mesh)"))
+    if in_specs is not None and not isinstance(in_specs, (PartitionSpec, tuple, list)):
+        rule = f"in_specs must be one P, or a tuple with an entry for each argument, got {shortened(repr(in_specs))}"
+        hint = "hpfunc.sharded(step_fn, mesh, in_specs=(None, hpfunc.P('shard')))"
+        raise ArgumentError(message(_NAME, rule, hint=hint))
 
 
 @overload
@@ -211,7 +237,7 @@ def sharded(
         step_fn: the step; None (or the mesh in its place) makes a decorator.
         mesh: the mesh of its arrays.
         in_specs: a prefix of the positional arguments: plain tensors under a `P` are global values, and the step gets
-            this rank's part of them. None leaves them unchanged.
+            this rank's part of them. None leaves them unchanged. One `P` is for all arguments; arrays are not cut.
         out_specs: a prefix of the result: plain tensors under a `P` are this rank's part, and are returned as
             `ShardedArray`.
         policy: how to schedule.
@@ -236,10 +262,11 @@ def sharded(
     >>> step(w)[0].local
     tensor([0., 0.])
     """
-    if isinstance(step_fn, Mesh):
-        step_fn, mesh = None, step_fn
+    if isinstance(step_fn, Mesh):  # the decorator; or the two in another order, and then `mesh` is not one
+        step_fn, mesh = None, step_fn if mesh is None else mesh
     if mesh is None:
         raise SpecError(message(_NAME, "no mesh is given", hint="hpfunc.sharded(step_fn, mesh)"))
+    _check_given(step_fn, mesh, in_specs)
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
 
     def wrap(fn: Callable[..., Any]) -> ShardedStep:

@@ -22,6 +22,7 @@ from .._values.mesh import AxisNames, as_axes
 from .._values.numerics import Numerics
 from .._values.tree import flatten, paths, unflatten
 from ..backends import Backend, Inside, uncompiled
+from .unit_errors import check_function, explain, refuse_nested
 from .unshard import unshard_array
 
 Params = ParamSpec("Params")
@@ -60,10 +61,13 @@ def unit(
             parallelism: each rank along ``"ep"`` has its own data and its own experts.
 
     Raises:
-        LeafError: the first argument has plain tensors, or another one has sharded arrays.
-        UsageError: a weight escapes or is written to, or two units gather it over different `axes`; a tensor that was
-            saved for backward is written to; the unit runs inside of another one or under reentrant checkpointing; or,
-            with `remat`, something else than `value_and_grad` differentiates it.
+        ArgumentError: `fn` is a module with weights of its own; it is a UsageError, and a TypeError.
+        LeafError: the first argument has plain tensors, or another one has sharded arrays; or `fn` fails with weights
+            and arguments of different dtypes.
+        UsageError: `fn` uses an array that is not among its weights; a weight escapes or is written to, or two units
+            gather it over different `axes`; a tensor that was saved for backward is written to; the unit runs inside of
+            another one or under reentrant checkpointing; or, with `remat`, something else than `value_and_grad`
+            differentiates it.
         SpecError: an array cannot be gathered over these axes alone, or lies on another mesh than the others.
         MeshError: one of `axes` is not a data axis, or it is not known which axes are.
 
@@ -76,6 +80,7 @@ def unit(
     >>> hpfunc.unit(lambda w, x: x @ w)(w, torch.ones(1, 2))
     tensor([[1., 1.]])
     """
+    check_function(fn)
     label = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
     return unit_around(fn, label, remat, None if axes is None else as_axes(axes))
 
@@ -108,7 +113,11 @@ def _use_unit(
         for i, whole in zip(places, wholes, strict=True):
             filled[i] = whole
         with holding(unit_label, label):
-            return fn(unflatten(treedef, filled), *args, **kwargs)
+            try:
+                return fn(unflatten(treedef, filled), *args, **kwargs)
+            except Exception as error:
+                explain(label, error, wholes, names, args, kwargs)
+                raise
 
     def names() -> list[str]:
         every = paths(params, "params", is_sharded)
@@ -125,6 +134,8 @@ def _check(label: str, params: Any, leaves: Sequence[Any], arrays: Sequence[Shar
     if len(arrays) != len(leaves):
         backend = backends.of(_NAME, leaves)
         if any(backend.is_tensor(leaf) for leaf in leaves):
+            if (outer := unit_label.get()) is not None:
+                refuse_nested(label, outer)
             names = paths(params, "params", is_sharded)
             bad = [f"{n}: {describe(x)}" for n, x in zip(names, leaves, strict=True) if backend.is_tensor(x)]
             hint = "shard them (hpfunc.shard), or pass them as another argument"
@@ -183,9 +194,8 @@ class _Call:
                 rule = f"{label!r} has remat=True, and something else than hpfunc.value_and_grad differentiates it"
                 raise UsageError(message(_NAME, rule, hint=hint))
             return body([unshard_array(_NAME, a, self.axes) for a in arrays], *args, **kwargs)  # the leaf form
-        if (outer := unit_label.get()) is not None:  # no plan can follow events inside of another unit's
-            hint = "call one after the other, or give the outer unit all the weights and call the inner function itself"
-            raise UsageError(message(_NAME, f"{label!r} is called inside of the unit {outer!r}", hint=hint))
+        if (outer := unit_label.get()) is not None:
+            refuse_nested(label, outer)
         if run is not None:
             body = _casting(body, run.numerics, backend)
         if run is None or run.state == "done":

@@ -8,9 +8,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
-from .._errors import MeshError, SpecError, message
+from .._errors import MeshError, SpecError, UsageError, message
 
 AxisNames = str | Sequence[str]
 REPLICATING = frozenset({"replicate", "replica", "dp_replicate", "dp_outer", "ddp"})
@@ -260,6 +260,13 @@ class Mesh:
             known = "'replicate', 'shard', 'dp', 'fsdp', 'data', 'batch' tell by their names"
             hint = f"say it in make_mesh: {first}data_axes=() if along none; {known}"
             raise MeshError(message(function, rule, mesh=self, hint=hint))
+
+    def __enter__(self) -> NoReturn:
+        hint = "with hpfunc.use_mesh(mesh): ..."
+        raise UsageError(message("hpfunc.Mesh", "a mesh by itself is not a context manager", hint=hint))
+
+    def __exit__(self, *_: object) -> None:  # `with` looks for it before it calls `__enter__`
+        pass
 
     def describe(self, beside: Mesh) -> str:
         """Returns the mesh for an error text, with the fields in which it differs from one that has the same text.

@@ -55,7 +55,9 @@ class NotATensor:
     __slots__ = ()
 
     def _refusal(self, rule: str, hint: str, error: type[UsageError] = UsageError) -> UsageError:
-        return error(message("hpfunc.ShardedArray", rule, [self._described()], hint=hint))
+        refusal = error(message("hpfunc.ShardedArray", rule, [self._described()], hint=hint))
+        refusal._array = self
+        return refusal
 
     def _described(self) -> str:
         """Returns the array for an error text."""
@@ -188,6 +190,11 @@ def shortened(text: str) -> str:
     """Returns a text of an object for one line of a message."""
     first, *others = text.splitlines() or [""]
     return f"{first[:80]}..." if others or len(first) > 80 else first
+
+
+def named(fn: Any) -> str:
+    """Returns the name of a function, for a text that shows it."""
+    return getattr(fn, "__name__", None) or shortened(repr(fn))
 
 
 def _remedy(form: str, *values: Any, new: bool = False) -> str:

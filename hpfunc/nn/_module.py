@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._values.argument_names import check_mesh
 from .._values.mesh import Mesh
 from ._function import ModuleFunction
 
@@ -105,6 +106,7 @@ def init_module(
     >>> params["weight"]
     ShardedArray(shape=(4, 2), dtype=torch.float32, spec=P('shard'))
     """
+    check_mesh("hpfunc.init_module", mesh, "hpfunc.init_module(source, mesh, specs)")
     return _made_by(mesh.framework).init_module(source, mesh, specs, units, init_fn, remat)
 
 

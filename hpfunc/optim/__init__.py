@@ -11,6 +11,9 @@ weight, once. So with weights of 16 bits a moment takes four bytes an element. C
 they are given.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from .._errors import message
 from ._adam import AdamState, adamw, scale_by_adam
 from ._bind import Bound, bind
 from ._finite import ApplyIfFiniteState, all_finite, apply_if_finite
@@ -58,3 +61,18 @@ __all__ = [
     "sgd",
     "warmup_cosine",
 ]
+
+_ADAM = "hpfunc.optim.adamw(learning_rate, weight_decay=0.0) is Adam"
+_OURS = {
+    **{"adam": _ADAM, "Adam": _ADAM},
+    **{"AdamW": "hpfunc.optim.adamw(learning_rate)", "SGD": "hpfunc.optim.sgd(learning_rate, momentum=...)"},
+    **{"clip_grad_norm_": "hpfunc.optim.chain(hpfunc.optim.clip_by_global_norm(max_norm), optimizer)"},
+}
+
+if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+    def __getattr__(name: str) -> Any:
+        hint = _OURS.get(name)
+        if hint is None and not name.startswith("_"):
+            hint = "hpfunc.optim.from_torch(torch.optim.Adagrad, lr=1e-2) takes any element-wise class of torch.optim"
+        raise AttributeError(message("hpfunc.optim", f"no optimizer {name!r}", hint=hint), name=name)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._values.argument_names import names_of_others
 from ..backends.foreach import Foreach
 from ._leaves import Leaves, by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer, decays_of
@@ -78,6 +79,7 @@ class _Adam:
         return updates, AdamState(step, gradients.wrap(mu), gradients.wrap(nu))
 
 
+@names_of_others("hpfunc.optim.scale_by_adam", betas="b1=... and b2=...")
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Returns the optimizer that divides the mean of gradients by the root of the mean of their squares.
 
@@ -107,6 +109,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
     return Optimizer(adam.init, update)
 
 
+@names_of_others("hpfunc.optim.adamw", lr="learning_rate", betas="b1=... and b2=...")
 def adamw(
     learning_rate: LearningRate,
     b1: float = 0.9,

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import PolicyError, message
+from .._errors import ArgumentError, PolicyError, message
+from .._values.not_a_tensor import shortened
 
 LearningRate = float | Callable[[int], float]
 
@@ -32,10 +33,15 @@ def as_schedule(function: str, learning_rate: LearningRate) -> Callable[[int], f
     """Returns the learning rate as a function of the step.
 
     Raises:
-        PolicyError: it is neither a number >= 0 nor a function.
+        PolicyError: it is a number below 0.
+        ArgumentError: it is neither a number nor a function.
     """
     if callable(learning_rate):
         return learning_rate
+    if not isinstance(learning_rate, (int, float)):
+        rule = f"learning_rate must be a number or a function of the step, got {shortened(repr(learning_rate))}"
+        hint = f"weights are given later: optimizer = {function}(1e-3); state = optimizer.init(params)"
+        raise ArgumentError(message(function, rule, hint=hint))
     return constant(check_number(function, "learning_rate", learning_rate))
 
 

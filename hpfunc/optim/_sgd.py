@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .._errors import PolicyError, message
+from .._values.argument_names import names_of_others
 from ._leaves import by_groups, check_state, leaves_of, like, needed, pick, writable
 from ._optimizer import Optimizer
 from ._schedules import LearningRate, as_schedule, check_number
@@ -26,6 +27,7 @@ class SgdState(NamedTuple):
     momentum: Any
 
 
+@names_of_others(_NAME, lr="learning_rate")
 def sgd(
     learning_rate: LearningRate, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0
 ) -> Optimizer:

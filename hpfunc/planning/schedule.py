@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .ops import Buffer, Op, Region, Slot
 from .policy import Policy
@@ -58,6 +59,13 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(lines(self.program, self.policy, self.buffers, self.slots))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows one line in IPython, where `repr` would show every field of every op."""
+        program = self.program
+        counts = {"unit": len(program.units), "event": len(program.events), "op": sum(1 for _ in self.ops)}
+        shown = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
+        printer.text(f"<Schedule {self.fingerprint}: {shown}; print it for its text>")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:

@@ -15,14 +15,18 @@ from tests.errors import (
     test_modules,
     test_policies,
     test_steps,
+    test_unit_functions,
     test_values,
     test_versions,
 )
 from tests.helpers.refusals import GOLDEN
 
 WARNINGS = {
+    "a_step_that_is_made_anew",
     "nothing_can_be_hidden",
     "one_unit_holds_most_of_the_weights",
+    "parts_of_different_sizes",
+    "parts_of_weights_in_the_loss",
     "the_whole_model_is_one_unit",
     test_versions.NEW,
 }
@@ -40,6 +44,7 @@ def test_each_text_has_its_test() -> None:
         test_modes,
         test_autograd,
         test_versions,
+        test_unit_functions,
     )
     cases = [name for module in modules for name in module.CASES]
     assert len(set(cases)) == len(cases)

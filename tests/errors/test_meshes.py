@@ -33,6 +33,14 @@ def differentiate(p: Any) -> Any:
     return hp.value_and_grad(hp.unit(square))(p)
 
 
+def a_mesh_in_a_with_statement(rank: int) -> Any:
+    def call() -> None:
+        with mesh():
+            pass
+
+    return call, None
+
+
 # --- data axes that nobody knows ------------------------------------------------------------------------------------
 def a_gradient_without_data_axes(rank: int) -> Any:
     kept = weights_on(nameless(), P())
@@ -47,6 +55,11 @@ def a_gradient_of_plain_tensors_without_data_axes(rank: int) -> Any:
             return hp.grad(square)(kept)
 
     return call, kept
+
+
+def a_gradient_without_any_array(rank: int) -> Any:
+    kept = {"w": ops.ones(4)}
+    return lambda: hp.grad(square)(kept), kept
 
 
 def a_step_without_data_axes(rank: int) -> Any:
@@ -165,3 +178,14 @@ def test_no_axis_is_one_if_that_is_said(pool: Callable[[int], Any], planned: boo
     for rank, found in enumerate(pool(2).run(gradients, ("x", "y"), (), planned)):
         for each in found:
             assert torch.equal(each, 2.0 * (rank + 1) * torch.arange(4.0))
+
+
+def gradient_of_inputs(rank: int) -> torch.Tensor:
+    params = weights_on(mesh(), P("shard"))
+    loss = hp.unit(lambda p, x: (x * (rank + 1) * p["w"]).sum())
+    return to_torch(hp.grad(loss, argnums=1)(params, ops.ones(4)))
+
+
+def test_the_mesh_of_a_gradient_is_that_of_any_argument(pool: Callable[[int], Any]) -> None:
+    for rank, found in enumerate(pool(2).run(gradient_of_inputs)):
+        assert torch.equal(found, torch.full((4,), rank + 1.0))

@@ -136,6 +136,15 @@ def the_largest_of_complex_numbers(rank: int) -> Any:
     return lambda: hp.pmax(kept, "shard", mesh=mesh()), kept
 
 
+def the_smallest_of_complex_numbers(rank: int) -> Any:
+    kept = ops.ones(4, dtype=torch.complex64)
+    return lambda: hp.pmin(kept, "shard", mesh=mesh()), kept
+
+
+def the_number_of_ranks_as_a_sum(rank: int) -> Any:
+    return lambda: hp.psum(1, "shard", mesh=mesh()), None
+
+
 def a_collective_of_a_sharded_array(rank: int) -> Any:
     return lambda: hp.psum({"eps": 1.0}, "shard", mesh=mesh()), None
 

@@ -213,6 +213,9 @@ def _serve(rank: int, size: int, framework: str, directory: str, pipe: Connectio
         warnings.filterwarnings("ignore", ".*torch.jit.script", category)
     # True of many models that are drawn at random, and small.
     warnings.filterwarnings("ignore", "hpfunc.sharded: (nothing can be hidden|the whole model is one unit)")
+    # True of examples that are drawn, and of what shows that gradients of parts are right.
+    warnings.filterwarnings("ignore", "hpfunc.sharded: the step of .* is made anew")
+    warnings.filterwarnings("ignore", "hpfunc.value_and_grad: the loss uses `.local`")
     _join(rank, size, directory, backends)
     gc.freeze()  # a collection looks at what tests make, not each time at the 300,000 objects of the modules
     pipe.send_bytes(_dump(("returned", None)))  # it has started

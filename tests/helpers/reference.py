@@ -71,6 +71,10 @@ def pmax(parts: Parts, grid: Grid, rank: int, axes: Axes) -> np.ndarray:
     return np.max([parts[r] for r in grid.peers(rank, axes)], axis=0)
 
 
+def pmin(parts: Parts, grid: Grid, rank: int, axes: Axes) -> np.ndarray:
+    return np.min([parts[r] for r in grid.peers(rank, axes)], axis=0)
+
+
 def all_gather(parts: Parts, grid: Grid, rank: int, axes: Axes, dim: int, tiled: bool) -> np.ndarray:
     join: Callable[..., np.ndarray] = np.concatenate if tiled else np.stack
     return join([parts[r] for r in grid.peers(rank, axes)], axis=dim)
@@ -99,7 +103,7 @@ def ppermute(parts: Parts, grid: Grid, rank: int, axes: Axes, perm: Sequence[tup
 
 
 COLLECTIVES: dict[str, Callable[..., np.ndarray]] = {
-    fn.__name__: fn for fn in (psum, pmax, all_gather, psum_scatter, all_to_all, ppermute)
+    fn.__name__: fn for fn in (psum, pmax, pmin, all_gather, psum_scatter, all_to_all, ppermute)
 }
 
 

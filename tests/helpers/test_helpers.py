@@ -122,6 +122,7 @@ def test_collectives_of_the_reference() -> None:
     parts = [np.array([rank, rank + 0.5]) for rank in range(6)]
     assert reference.psum(parts, GRID, 1, ("a",)).tolist() == [5.0, 6.0]
     assert reference.pmax(parts, GRID, 1, ("b",)).tolist() == [2.0, 2.5]
+    assert reference.pmin(parts, GRID, 1, ("b",)).tolist() == [0.0, 0.5]
     assert reference.all_gather(parts, GRID, 4, ("a",), 0, tiled=True).tolist() == [1.0, 1.5, 4.0, 4.5]
     assert reference.psum_scatter(parts, GRID, 4, ("a",), 0, tiled=True).tolist() == [6.0]
     assert reference.all_to_all(parts, GRID, 4, ("a",), 0, 0, tiled=False).tolist() == [1.5, 4.5]

@@ -86,6 +86,6 @@ def test_every_error_is_one_of_ours_and_of_python() -> None:
 
 
 def test_communication_is_told_where_there_is_some() -> None:
-    names = "shard init unshard reduce reshard psum pvary pmean pmax all_gather psum_scatter all_to_all ppermute"
+    names = "shard init unshard reduce reshard psum pvary pmean pmax pmin all_gather psum_scatter all_to_all ppermute"
     for name in [*names.split(), "value_and_grad", "unit", "make_mesh"]:
         assert "ommunication" in (getattr(hp, name).__doc__ or ""), name

@@ -11,16 +11,27 @@ from tests.errors.test_debug import (
     test_what_is_right_passes_when_it_is_recomputed,
     test_what_is_right_passes_with_the_same_bits,
 )
-from tests.errors.test_meshes import test_axes_of_data_are_known_by_their_names, test_no_axis_is_one_if_that_is_said
+from tests.errors.test_meshes import (
+    test_axes_of_data_are_known_by_their_names,
+    test_no_axis_is_one_if_that_is_said,
+    test_the_mesh_of_a_gradient_is_that_of_any_argument,
+)
 from tests.errors.test_modes import (
     test_a_loss_of_zero_times_the_weights_is_one,
     test_a_loss_without_gradient_on_one_rank_ends_all,
     test_nothing_to_differentiate_and_plain_tensors_are_no_mistake,
 )
 from tests.errors.test_warnings import (
+    test_a_last_batch_of_another_size_is_warned_of,
     test_a_plan_that_hides_nothing_is_warned_of,
+    test_a_step_that_is_made_in_the_loop_is_warned_of,
     test_bad_units_are_warned_of_once,
     test_good_units_are_not_warned_of,
+    test_steps_that_are_compared_or_called_again_are_not,
+    test_sums_evaluations_and_even_batches_are_not,
+    test_the_part_of_a_weight_in_the_loss_is_warned_of,
+    test_the_same_text_is_said_once_whatever_line_calls,
+    test_whole_weights_and_sums_are_not,
 )
 from tests.helpers.frameworks import needs_mindspore
 from tests.helpers.refusals import check_texts, texts_of

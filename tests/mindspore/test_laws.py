@@ -32,7 +32,7 @@ def called(
 
 @EXAMPLES
 @given(
-    calls((*KINDS, "pmax"), ON_FOUR),
+    calls((*KINDS, "pmax", "pmin"), ON_FOUR),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
     seeds,
 )

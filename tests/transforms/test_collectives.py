@@ -32,7 +32,9 @@ def called(rank: int, grid: Grid, axes: Axes, kind: str, options: dict[str, Any]
     return result, tree["a"][0]
 
 
-@given(calls((*KINDS, "pmax")), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]), seeds)
+@given(
+    calls((*KINDS, "pmax", "pmin")), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]), seeds
+)
 def test_collectives_are_those_of_numpy(call: Any, dtype: torch.dtype, seed: int) -> None:
     grid, axes, kind, shape, options = call
     if kind == "pmean" and dtype == torch.int64:

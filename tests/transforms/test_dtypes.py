@@ -1,8 +1,8 @@
 """Every dtype in every operation: the right bits, or one refusal on all ranks that names every leaf.
 
 The table: what only carries elements takes all dtypes, also those that gloo does not know. Sums refuse those that have
-none (bool, 8-bit floats), `pmax` those without an order (complex). Gradients are of floats; 8-bit floats are reduced in
-another dtype, which `Numerics` must give.
+none (bool, 8-bit floats), `pmax` and `pmin` those without an order (complex). Gradients are of floats; 8-bit floats are
+reduced in another dtype, which `Numerics` must give.
 """
 
 from __future__ import annotations
@@ -188,21 +188,26 @@ def test_sums_are_right_or_refused_by_all(pool: Callable[..., Pool], dtype: torc
         assert "tree['v']" not in text
 
 
-def largest(rank: int, dtype: torch.dtype) -> str:
+def extreme(rank: int, dtype: torch.dtype, kind: str, of: Callable[..., float]) -> str:
     mesh, xs = mesh_of((3,), ("shard",)), [small((2, 5), dtype, seed) for seed in range(3)]
-    text = outcome(hp.pmax, xs[rank], "shard", mesh=mesh)
+    text = outcome(getattr(hp, kind), xs[rank], "shard", mesh=mesh)
     if text == "returned":
         columns = zip(*((x.float() if dtype in FLOAT8 else x).reshape(-1).tolist() for x in xs), strict=True)
-        want = torch.tensor([max(column) for column in columns], dtype=dtype if dtype in INTEGERS else None)
-        assert_bits(hp.pmax(xs[rank], "shard", mesh=mesh), want.reshape(2, 5).to(dtype))
+        want = torch.tensor([of(column) for column in columns], dtype=dtype if dtype in INTEGERS else None)
+        assert_bits(getattr(hp, kind)(xs[rank], "shard", mesh=mesh), want.reshape(2, 5).to(dtype))
     return text
 
 
 @each_dtype
-def test_the_largest_is_right_or_refused_by_all(pool: Callable[..., Pool], dtype: torch.dtype) -> None:
-    for text in pool(3).run(largest, dtype):
+@pytest.mark.parametrize(("kind", "of"), [("pmax", max), ("pmin", min)])
+def test_extremes_are_right_or_refused_by_all(
+    pool: Callable[..., Pool], dtype: torch.dtype, kind: str, of: Callable[..., float]
+) -> None:
+    for text in pool(3).run(extreme, dtype, kind, of):
         if dtype in COMPLEX:
-            assert text.startswith("LeafError: hpfunc.pmax: complex numbers have no order\n  x: shape (2, 5), complex")
+            assert text.startswith(
+                f"LeafError: hpfunc.{kind}: complex numbers have no order\n  x: shape (2, 5), complex"
+            )
         else:
             assert text == "returned"
 
