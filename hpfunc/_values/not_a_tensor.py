@@ -216,8 +216,8 @@ def _remedy(form: str, *values: Any, new: bool = False) -> str:
 
 def _shown(form: str, array: Any, other: Any) -> str:
     """Returns an expression in the words of the caller."""
-    words = {id(other): "other" if isinstance(other, NotATensor) else "x" if _is_tensor(other) else _short(other)}
-    return form.format(*(words[id(value)] if value is not array else "array" for value in (array, other)))
+    word = "other" if isinstance(other, NotATensor) else "x" if _is_tensor(other) else _short(other)
+    return form.format("array", "array" if other is array else word)
 
 
 def _refuse_binary(symbol: str, *, reflected: bool = False) -> Callable[[Any, Any], NoReturn]:

@@ -217,5 +217,5 @@ def num_parameters(tree: Any, where: Where | None = None) -> int:
     for name, leaf in zip(names, leaves, strict=True):
         if selects(name, leaf) and hasattr(leaf, "shape"):
             root, rows = leaf._root() if is_sharded(leaf) else (leaf, ())
-            counted[id(root._owner) if is_sharded(root) else id(root), rows] = math.prod(leaf.shape)
+            counted[root._owner if is_sharded(root) else id(root), rows] = math.prod(leaf.shape)
     return sum(counted.values())

@@ -266,6 +266,7 @@ def test_a_hasty_mesh_does_not_end_the_step_of_a_patient_one(pool: Callable[...,
 
 # --- no other keys --------------------------------------------------------------------------------------------------
 HELD = {  # where an id is taken: what holds the object for as long as the id is kept
+    "_values/partition.py": "the list of leaves, of the function",
     "backends/mindspore/ascend.py": "the table itself, which drops an entry with its object",
     "backends/torch/abstract.py": "the list of recorded calls, an argument of the function",
     "backends/torch/arguments.py": "the value of the entry",
