@@ -6,6 +6,7 @@ import html
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,25 @@ class Picture:
         svg: the grids as an SVG document.
     """
 
-    text: str
-    svg: str
-
     def __init__(self, named: Sequence[tuple[str, ShardedArray]]) -> None:
-        alone = len(named) == 1 and not named[0][0]
-        self.text = "\n".join(_text_grid(named[0][1]) if alone else _table(named))
-        self.svg = _document(
-            [
-                (f"{name}: " * bool(name) + _title(array, grid), grid)
-                for name, array, grid in ((name, array, _Grid.of(array)) for name, array in named)
-            ]
-        )
+        self._named = named
+
+    @cached_property
+    def _grids(self) -> list[_Grid]:
+        return [_Grid.of(array) for _, array in self._named]
+
+    @cached_property
+    def text(self) -> str:
+        """See `Picture`."""
+        if len(self._named) == 1 and not self._named[0][0]:
+            return "\n".join(_text_grid(self._named[0][1], self._grids[0]))
+        return "\n".join(_table(self._named))
+
+    @cached_property
+    def svg(self) -> str:
+        """See `Picture`."""
+        pairs = zip(self._named, self._grids, strict=True)
+        return _document([(f"{name}: " * bool(name) + _title(array, grid), grid) for (name, array), grid in pairs])
 
     def __str__(self) -> str:
         return self.text
@@ -140,8 +148,7 @@ def _chosen(count: int) -> list[int | None]:
     return [*range(_MOST // 2), None, *range(count - _MOST // 2, count)]
 
 
-def _text_grid(array: ShardedArray) -> list[str]:
-    grid = _Grid.of(array)
+def _text_grid(array: ShardedArray, grid: _Grid) -> list[str]:
     columns = _chosen(len(grid.columns))
     rows = [["", *("..." if c is None else grid.columns[c] for c in columns)]]
     for r in _chosen(len(grid.rows)):
