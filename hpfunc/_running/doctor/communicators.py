@@ -25,7 +25,7 @@ def communicator_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _in_flight(facts: Facts) -> tuple[str, str]:
-    if not facts.accelerator or (facts.accelerator in ("cuda", "npu") and seen_devices(facts) == []):
+    if seen_devices(facts) == []:
         return "any number, by gloo", ""
     if facts.accelerator != "cuda":
         library = "HCCL" if facts.accelerator == "npu" else "the library of this device"

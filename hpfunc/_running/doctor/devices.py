@@ -48,10 +48,12 @@ def _place(entry: str, devices: Sequence[Device]) -> int | None:
 
 def seen_devices(facts: Facts) -> list[Device] | None:
     """Returns the devices that this process sees, in the order in which it counts them; None if that is not known."""
-    devices = facts.gpus if facts.accelerator == "cuda" else facts.npus if facts.accelerator == "npu" else ()
+    if not facts.accelerator:
+        return []
+    devices = {"cuda": facts.gpus, "npu": facts.npus}.get(facts.accelerator)
     if devices is None:
         return None
-    value = facts.env.get(_VISIBLE.get(facts.accelerator, ""))
+    value = facts.env.get(_VISIBLE[facts.accelerator])
     if facts.accelerator == "cuda" and value and "MIG-" in value:
         return None  # parts of a GPU: only CUDA itself can count them
     return [devices[place] for place in visible(value, devices, ascending=facts.accelerator == "npu")[0]]
