@@ -1,0 +1,1 @@
+"""What ``python -m hpfunc`` runs beside the doctor. Only the command line imports it."""
