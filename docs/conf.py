@@ -10,6 +10,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
 default_role = "code"  # a docstring writes `x`, as in Markdown
@@ -18,6 +19,8 @@ html_title = f"hpfunc {version}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # outputs are not for copying
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

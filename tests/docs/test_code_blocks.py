@@ -33,6 +33,12 @@ def test_the_code_of_the_pages_runs(pool: Callable[[int], Pool], ranks: int):
     assert not any(wrong), "\n".join(wrong[0])
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_first_programs_run_on_any_number_of_ranks(pool: Callable[[int], Pool], ranks: int):
+    assert not any(pool(ranks).run(run, [pages.ROOT / "README.md", pages.ROOT / "docs/index.md"], deadline_s=TIMEOUT_S))
+
+
 @pytest.mark.parametrize(
     ("code", "complaint"),
     [

@@ -25,3 +25,15 @@ def test_a_public_name_is_in_the_reference(name: str):
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_has_a_section(name: str):
     assert name == "HpfuncError" or f"\n## {name}\n" in text("docs/errors.md")
+
+
+def test_the_readme_leads_to_every_page():
+    found = {path.relative_to(pages.ROOT).as_posix() for path in (pages.ROOT / "docs").rglob("*.md")}
+    found = {path for path in found if not path.startswith(("docs/_build", "docs/design/"))}
+    included = {
+        "docs/index.md",
+        "docs/contributing.md",
+        "docs/changelog.md",
+    }  # the site's home, and files beside the README
+    assert {path for path in found - included if f"({path})" not in text("README.md")} == set()
+    assert "(docs/design/index.md)" in text("README.md")
