@@ -72,7 +72,8 @@ def make_step(
 def megabytes(step: hp.ShardedStep, *arguments: Any) -> str:
     """What a step needs of one rank beside activations, by its plan."""
     report = hp.check(step.lower(*arguments).schedule)
-    shards = sum(leaf.nbytes for leaf in optree.tree_leaves(arguments[:2]) if isinstance(leaf, Tensor))
+    leaves = [leaf for tree in arguments[:2] for leaf in optree.tree_leaves(tree)]
+    shards = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     return f"{shards / 1e6:.1f} MB of weights and moments, {report.peak_bytes / 1e6:.1f} MB of buffers at most"
 
 

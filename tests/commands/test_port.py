@@ -1,4 +1,4 @@
-"""``python -m hpfunc port``: twelve scripts, whose constructs are those of public ones, and what is said about them."""
+"""``python -m hpfunc port``: eleven scripts, whose constructs are those of public ones, and what is said about them."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ NAMES: Mapping[str, Rule] = {
     "accelerate.PartialState": write('mesh = hp.make_mesh((-1,), ("shard",))'),
     "accelerate.AcceleratorState": write('mesh = hp.make_mesh((-1,), ("shard",))'),
     "accelerate.logging.get_logger": write("logging.getLogger(__name__)", "log on mesh.rank == 0"),
-    "accelerate.set_seed": write("torch.manual_seed(seed)", "hp.init draws with the first rank's generators"),
+    "accelerate.set_seed": write("torch.manual_seed({arg})", "hp.init draws with the first rank's generators"),
     "accelerate.init_empty_weights": write('apply, params = hp.init_module(build, mesh, hp.P("shard"))'),
     "accelerate.load_checkpoint_and_dispatch": write("hp.checkpoint.import_safetensors(files, like=params)"),
     "accelerate.skip_first_batches": keep("on a data loader of your own"),

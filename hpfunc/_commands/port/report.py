@@ -19,7 +19,7 @@ _SAYS: dict[Verdict, str] = {
     "missing": "no counterpart",
     "unknown": "not known here",
 }
-_WIDTH = 100
+_WIDTH = 92
 _INDENT = " " * 8
 
 
