@@ -47,6 +47,7 @@ class Session:
         names: the path of each argument, by `Weight.origin`.
         paths: the path of each array that is not an argument of a step, while the array lives.
         step: identifies this step in the `_origin` of its arguments.
+        has_updates: whether weights were updated in it.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Session:
         self.plan: Program | None = None
         self.names: dict[int, str] = {}
         self.paths: MutableMapping[Owner, str] = WeakKeyDictionary()
-        self.step = Step()
+        self.step, self.has_updates = Step(), False
         self.weights: list[Weight] = []
         self.arrays: list[ShardedArray] = []
         self.gathers: list[Gather] = []

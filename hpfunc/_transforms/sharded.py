@@ -27,6 +27,7 @@ from ..planning.schedule import Schedule
 from .arguments import Arguments, warn_of_uneven
 from .made_anew import note_first_call
 from .plans import Plans
+from .unused_result import FirstCalls
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -69,7 +70,7 @@ class ShardedStep(Generic[Params, Result]):
         functools.update_wrapper(self, fn)
         self._fn: Callable[..., Any] = fn
         self.mesh, self._debug = mesh, debug
-        self._is_new = True
+        self._is_new, self._first_calls = True, FirstCalls()
         self._arguments = Arguments(fn, mesh, in_specs, out_specs, donate_argnums)
         self._plans = Plans(mesh, policy)
         self._backend = backends.get(mesh.framework)
@@ -136,6 +137,7 @@ class ShardedStep(Generic[Params, Result]):
             self.followed_plan = session.plan is not None
             self.last_schedule = self._plans.learn(session, known.history, expected)
             outputs = self._arguments.finish(outputs, arrays)
+            self._first_calls.note(self._fn, session, arrays.values(), outputs)
         self.last_counters = self._backend.counters.since(counted)
         return outputs
 

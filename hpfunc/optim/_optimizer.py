@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._errors import LeafError, message
+from .._running.context import current_session
 from .._values.array import is_sharded
 from .._values.tree import broadcast_prefix
 from ._leaves import Leaves, by_groups, leaves_of, like, needed, pick, writable
@@ -64,6 +65,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     values = writable(name, weights, ops)
     for places in ops.groups(values):
         ops.add_(pick(values, places), pick(changes, places))
+    if (session := current_session()) is not None:
+        session.has_updates = True
     return weights.restore(name, values)
 
 

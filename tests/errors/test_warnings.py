@@ -166,3 +166,42 @@ def test_the_part_of_a_weight_in_the_loss_is_warned_of(pool: Any) -> None:
 @pytest.mark.parametrize(("spec", "reduce_op"), [(hp.P(), "mean"), (hp.P("shard"), "sum")])
 def test_whole_weights_and_sums_are_not(pool: Any, spec: Any, reduce_op: str) -> None:
     assert pool(2).run(penalties, spec, reduce_op) == [[], []]
+
+
+def updates(rank: int, kept: str, calls: int) -> list[str]:
+    """The warnings of a training whose loop keeps its results, or not."""
+    mesh = mesh_of((2,), ("shard",))
+    optimizer = hp.optim.adamw(0.1)
+    square = hp.unit(lambda w: w.square().sum())
+
+    def train(params: Any, state: Any) -> Any:
+        loss, grads = hp.value_and_grad(lambda params: square(params[0]))(params)
+        changes, state = optimizer.update(grads, state, params)
+        return hp.apply_updates(params, changes), state, loss
+
+    def evaluate(params: Any, state: Any) -> Any:
+        return hp.value_and_grad(lambda params: square(params[0]))(params)
+
+    def loop() -> None:
+        params = hp.shard([ops.ones(4)], mesh, hp.P("shard"))
+        state, others = optimizer.init(params), []
+        step = hp.sharded(evaluate if kept == "gradients" else train, mesh)
+        for _ in range(calls):
+            result = step(params, state)
+            if kept == "everything":
+                params, state, _ = result
+            elif kept == "in a list":
+                others.append(result)
+
+    return [text for text in warnings_of(loop) if "one unit" not in text]
+
+
+def test_updated_weights_that_nobody_keeps_are_warned_of(pool: Any) -> None:
+    first, second = pool(2).run(updates, "nothing", 6)
+    assert (len(first), second) == (1, [])
+    check_texts(first, "updated_weights_that_nobody_keeps")
+
+
+@pytest.mark.parametrize(("kept", "calls"), [("everything", 6), ("in a list", 6), ("gradients", 6), ("nothing", 4)])
+def test_results_that_are_used_are_not_warned_of(pool: Any, kept: str, calls: int) -> None:
+    assert pool(2).run(updates, kept, calls) == [[], []]
