@@ -7,6 +7,7 @@ checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 from . import checkpoint as checkpoint
 from . import debug as debug
 from . import interop as interop
+from . import loop as loop
 from . import optim as optim
 from ._errors import AgreementError as AgreementError
 from ._errors import CheckpointError as CheckpointError
@@ -75,6 +76,7 @@ from .nn import init_module as init_module
 from .nn import to_module as to_module
 from .optim import apply_updates as apply_updates
 from .optim import clip_by_global_norm as clip_by_global_norm
+from .optim import clip_with_norm as clip_with_norm
 from .optim import global_norm as global_norm
 from .planning.checking.checker import check as check
 from .planning.planner import Traits as Traits

@@ -248,7 +248,7 @@ class _Call:
             check_gatherable(_NAME, named, self.axes)
             use = self._use(session, run)
             wholes = use.before_forward()
-            outputs = session.backend.use_plain(body, wholes, use.names, *args, **kwargs)
+            outputs = session.backend.use_plain(body, wholes, use, *args, **kwargs)
             use.after_forward()
         return outputs
 

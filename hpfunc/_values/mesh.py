@@ -195,6 +195,31 @@ class Mesh:
         """This rank's place along each axis."""
         return self.coordinate_of(self.rank)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the first one, which prints, logs and writes for all."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of parts into which data is divided: that of the ranks along the data axes.
+
+        Raises:
+            MeshError: the mesh has more than one rank, and its data axes are not known.
+        """
+        self.check_data_axes("hpfunc.Mesh.num_data_ranks")
+        return self.axis_size(self.data_axes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `num_data_ranks` parts this rank loads. Ranks along other axes, such as "tp", load the same.
+
+        Raises:
+            MeshError: the mesh has more than one rank, and its data axes are not known.
+        """
+        self.check_data_axes("hpfunc.Mesh.data_rank")
+        return self.axis_index(self.data_axes)
+
     def coordinate_of(self, rank: int) -> dict[str, int]:
         """Returns the place of a global rank along each axis."""
         index = self.ranks.index(rank)

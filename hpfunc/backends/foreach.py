@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 Tensor = Any
@@ -85,6 +86,9 @@ class Foreach(Protocol):
         """Returns how many tensors have an element that is NaN or infinite, 0-d float32."""
         ...
 
-    def sum_of_squares(self, xs: Tensors) -> Tensor:
-        """Returns the sum over all elements of all tensors, 0-d; float64 if one of them is, else float32."""
+    def powers(self, parts: Sequence[Tensors], ord: float, beside: Tensors) -> Tensor:
+        """Returns for each part the sum of ``abs(x) ** ord`` over its tensors, for infinity the largest; 0 for none.
+
+        1-d, on the device of the tensors in `beside`; float64 if one of those is, else float32.
+        """
         ...

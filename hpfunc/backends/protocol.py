@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from .foreach import Foreach
-from .unit_use import Tape
+from .unit_use import Tape, UnitUse
 
 Tensor = Any
 Group = Any
@@ -348,7 +348,7 @@ class Differentiation(Protocol):
         ...
 
     def use_plain(
-        self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+        self, fn: Callable[..., Any], wholes: Sequence[Tensor], use: UnitUse, *args: Any, **kwargs: Any
     ) -> Any:
         """Calls ``fn(wholes, ...)`` without differentiation. Refuses escapes of, and writes into, the weights."""
         ...

@@ -19,7 +19,7 @@ from ._bind import Bound, bind
 from ._finite import ApplyIfFiniteState, all_finite, apply_if_finite
 from ._from_torch import TorchState, from_torch
 from ._loss_scale import DynamicLossScale, LossScaleState
-from ._norm import clip_by_global_norm, global_norm
+from ._norm import clip_by_global_norm, clip_with_norm, global_norm
 from ._optimizer import (
     Optimizer,
     add_decayed_weights,
@@ -50,6 +50,7 @@ __all__ = [
     "bind",
     "chain",
     "clip_by_global_norm",
+    "clip_with_norm",
     "constant",
     "from_torch",
     "global_norm",

@@ -1,5 +1,6 @@
 """Every Python block of the documentation runs, and prints what its page says."""
 
+import contextlib
 import subprocess
 import sys
 import warnings
@@ -20,16 +21,16 @@ for path in pages.paths():
         PAGES[pages.num_ranks(text)].append(path)
 
 
-def run(rank: int, paths: list[Path]) -> list[str]:
-    with warnings.catch_warnings():
+def run(rank: int, paths: list[Path], folder: Path) -> list[str]:
+    with warnings.catch_warnings(), contextlib.chdir(folder):  # what a page writes is not for the repository
         warnings.simplefilter("default")  # as for a reader
         return pages.run_all(rank, paths)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", sorted(PAGES))
-def test_the_code_of_the_pages_runs(pool: Callable[[int], Pool], ranks: int):
-    wrong = pool(ranks).run(run, PAGES[ranks], deadline_s=TIMEOUT_S)
+def test_the_code_of_the_pages_runs(pool: Callable[[int], Pool], ranks: int, tmp_path: Path):
+    wrong = pool(ranks).run(run, PAGES[ranks], tmp_path, deadline_s=TIMEOUT_S)
     assert not any(wrong), "\n".join(wrong[0])
 
 

@@ -10,6 +10,7 @@ import hpfunc as hp
 from tests.errors import (
     test_autograd,
     test_debug,
+    test_loops,
     test_meshes,
     test_modes,
     test_modules,
@@ -46,6 +47,7 @@ def test_each_text_has_its_test() -> None:
         test_autograd,
         test_versions,
         test_unit_functions,
+        test_loops,
     )
     cases = [name for module in modules for name in module.CASES]
     assert len(set(cases)) == len(cases)

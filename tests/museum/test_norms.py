@@ -81,8 +81,8 @@ def mixed(rank: int) -> Any:
 def test_norms_of_arrays_that_are_cut_over_different_axes(pool: Callable[[int], Pool]) -> None:
     """pytorch 180346, Megatron-LM 7452: some gradients are cut over "tp", others replicated over it.
 
-    To stack the norms of both fails, and to sum squares over all ranks counts the replicated ones twice. Here squares
-    are summed for each set of axes by itself.
+    To stack the norms of both fails, and to sum squares over all ranks counts the replicated ones twice. Here only the
+    first rank along "tp" adds these up.
     """
     norm = torch.cat([x.reshape(-1) for x in weights().values()]).norm()
     assert_all_close(pool(4).run(mixed), [norm])

@@ -15,6 +15,7 @@ from hpfunc import optim
 from tests.helpers import frameworks as ops
 from tests.helpers.frameworks import to_framework, to_torch
 from tests.helpers.ranks import Pool, mesh_of
+from tests.optim.trees import leaves as local_leaves
 from tests.optim.trees import random_tree, same_bits
 
 P = hp.P
@@ -187,3 +188,146 @@ def test_a_limit_that_is_no_number_is_refused(max_norm: Any) -> None:
 def test_the_names_at_the_top_are_the_same_functions() -> None:
     assert hp.global_norm is optim.global_norm
     assert hp.clip_by_global_norm is optim.clip_by_global_norm
+
+
+# --- other norms, groups, and one collective for log and clip -------------------------------------------------------
+def layer_of(path: str, leaf: Any) -> str:
+    return path.partition(".")[0]
+
+
+def other_norms(rank: int, case: str, order: float) -> Any:
+    """Returns the norm, those of groups, and what is clipped by it, of a planned step; all as of the recorded one."""
+    shape, names, data_axes, specs = CASES[case]
+    mesh = mesh_of(shape, names, data_axes)
+    grads = hp.shard(to_framework(random_tree(3, shapes=SHAPES)), mesh, specs)
+
+    def step(grads: Any) -> Any:
+        norm, groups = hp.global_norm(grads, order, groups=layer_of)
+        clipped = hp.clip_with_norm(grads, 0.5, norm)
+        by_itself, _ = hp.clip_by_global_norm(0.5, order).update(grads, ())
+        return norm, hp.global_norm(grads, order), groups, clipped, by_itself
+
+    run = hp.sharded(step, mesh)
+    recorded, planned = run(grads), run(grads)
+    assert run.followed_plan
+    assert same_bits(recorded, planned)
+    norm, alone, groups, *clipped = planned
+    both = [optree.tree_leaves(to_torch(hp.unshard(tree, mesh.axis_names))) for tree in clipped]
+    for x, y in zip(*both, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-14, atol=0)  # groups are added up in another order
+    assert float(alone) == pytest.approx(float(norm), rel=1e-14)
+    return float(norm), {label: float(x) for label, x in groups.items()}, both[0]
+
+
+def torch_norm(tree: Any, order: float) -> float:
+    return float(torch.nn.utils.get_total_norm(optree.tree_leaves(tree), order))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES)
+def test_norms_are_those_of_torch(pool: Callable[[int], Pool], case: str) -> None:
+    tree = random_tree(3, shapes=SHAPES)
+    for order in (1.0, 2.0, 3.5, math.inf):
+        weights = [torch.nn.Parameter(torch.zeros_like(x)) for x in optree.tree_leaves(tree)]
+        for weight, gradient in zip(weights, optree.tree_leaves(tree), strict=True):
+            weight.grad = gradient.clone()
+        want = float(torch.nn.utils.clip_grad_norm_(weights, 0.5, order))
+        results = pool(size_of(case)).run(other_norms, case, order)
+        assert len({norm for norm, _, _ in results}) == 1
+        for norm, groups, clipped in results:
+            assert norm == pytest.approx(want, rel=1e-12)
+            assert groups == pytest.approx({name: torch_norm(part, order) for name, part in tree.items()}, rel=1e-12)
+            for got, weight in zip(clipped, weights, strict=True):
+                # torch divides by the norm plus 1e-6.
+                torch.testing.assert_close(got * (want / (want + 1e-6)), weight.grad, rtol=1e-12, atol=0)
+
+
+def collectives_of_a_step(rank: int, per_group: bool, order: float) -> Any:
+    """Returns the collectives that a step's plan leaves to its caller, which logs a norm and clips by it."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard([ops.ones(4, 4), ops.ones(5), ops.ones()], mesh, [P("shard"), P(("replicate", "shard")), P()])
+    square = hp.unit(lambda p: sum((x**2).sum() for x in p))
+    optimizer = optim.sgd(0.1)
+
+    def step(params: Any, state: Any) -> Any:
+        _, grads = hp.value_and_grad(square)(params)
+        norm = hp.global_norm(grads, order, groups=(lambda path, leaf: path) if per_group else None)
+        whole = norm[0] if per_group else norm
+        updates, state = optimizer.update(hp.clip_with_norm(grads, 0.5, whole), state, params)
+        return hp.apply_updates(params, updates), state, norm
+
+    run = hp.sharded(step, mesh, donate_argnums=(0, 1))
+    state = optimizer.init(params)
+    for _ in range(2):
+        params, state, _ = run(params, state)
+    assert run.followed_plan
+    assert run.last_schedule is not None
+    return [event.name for event in run.last_schedule.program.events if event.kind == "collective"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("per_group", [False, True])
+@pytest.mark.parametrize(("order", "kind"), [(2.0, "psum"), (math.inf, "pmax")])
+def test_log_and_clip_share_one_collective(
+    pool: Callable[[int], Pool], per_group: bool, order: float, kind: str
+) -> None:
+    for names in pool(4).run(collectives_of_a_step, per_group, order):
+        size = 3 if per_group else 1
+        assert names == [f"{kind} over ('replicate', 'shard'): shape ({size},), float32"]
+
+
+def refused(rank: int, planned: bool, bad: float) -> Any:
+    """Returns what a step says of a gradient that is not finite on rank 1, and whether it can go on."""
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    params = hp.shard({"w": ops.ones(4, 2), "b": ops.ones(3)}, mesh, P("shard"))
+    loss = hp.unit(lambda p, x: (p["w"] * x).sum() + p["b"].square().sum())
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5, error_if_nonfinite=True), optim.adamw(0.1))
+
+    def step_fn(params: Any, state: Any, x: Any) -> Any:
+        grads = hp.grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return hp.apply_updates(params, updates), state
+
+    step = hp.sharded(step_fn, mesh, donate_argnums=(0, 1))
+    state = optimizer.init(params)
+    for _ in range(2 if planned else 0):
+        params, state = step(params, state, ops.ones(4, 2))
+    before = [x.clone() for x in local_leaves((params, state))]
+    x = torch.ones(4, 2)
+    x[0, 0] = bad if rank == 1 else 1.0
+    with pytest.raises(hp.LeafError) as error:
+        step(params, state, to_framework(x))
+    assert same_bits(before, local_leaves((params, state)))
+    for _ in range(2):
+        params, state = step(params, state, ops.ones(4, 2))
+    return str(error.value), float(hp.global_norm(params))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_norm_that_is_not_finite_is_refused_on_all_ranks(
+    pool: Callable[[int], Pool], planned: bool, bad: float
+) -> None:
+    results = pool(4).run(refused, planned, bad)
+    assert len(set(results)) == 1
+    text, norm = results[0]
+    shown = "nan" if math.isnan(bad) else "inf"
+    assert text.splitlines()[0] == f"hpfunc.optim.clip_by_global_norm: the norm is {shown}"
+    assert f"tree['w']: shape (4, 2), spec P('shard'), largest {shown}" in text
+    assert "tree['b']" not in text
+    assert math.isfinite(norm)
+
+
+def test_a_finite_norm_passes() -> None:
+    tree = random_tree(0)
+    assert optim.global_norm(tree, error_if_nonfinite=True) == optim.global_norm(tree)
+    assert optim.global_norm({}, groups=layer_of, error_if_nonfinite=True) == (0.0, {})
+    assert optim.clip_with_norm({}, 1.0, 0.0) == {}
+
+
+@pytest.mark.parametrize("order", [0, -1.0, -math.inf, math.nan, "fro", None, True])
+def test_an_order_that_is_no_positive_number_is_refused(order: Any) -> None:
+    for fn in (lambda: optim.global_norm({}, order), lambda: optim.clip_by_global_norm(1.0, order)):
+        with pytest.raises(hp.PolicyError, match="ord must be a number > 0, got"):
+            fn()

@@ -194,21 +194,6 @@ def test_counters_of_a_step(pool: Callable[[int], Pool]) -> None:
         assert counters.collectives == {"all_gather": 4, "all_to_all": 4, "all_reduce": 4}
 
 
-def profiled_names(rank: int) -> list[str]:
-    mesh = mesh_of((2,), ("shard",))
-    params = hp.shard(layers(2), mesh, P("shard"))
-    run = hp.sharded(step, mesh)
-    run(params, data(rank))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run(params, data(rank))
-    return [event.key for event in profile.key_averages() if event.key.startswith("hpfunc::")]
-
-
-def test_the_profiler_shows_every_op_by_its_name(pool: Callable[[int], Pool]) -> None:
-    for names in pool(2).run(profiled_names):
-        assert {"hpfunc::gather layer.0", "hpfunc::reduce_scatter layer.1", "hpfunc::scale layer.0"} <= set(names)
-
-
 # --- timing changes nothing -----------------------------------------------------------------------------------------
 def delayed(rank: int, slow_rank: int, slow_launch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns gradients of an eager step, and of a planned one in which one launch of one rank comes late."""

@@ -120,3 +120,13 @@ def test_axes_are_sorted_in_mesh_order() -> None:
     mesh = mesh_on(Grid((1, 1, 1), ("c", "a", "b"), ()))
     assert mesh.sort({"b", "c"}) == ("c", "b")
     assert list(mesh.coordinates()) == [{"c": 0, "a": 0, "b": 0}]
+
+
+@given(grids())
+def test_ranks_load_the_same_data_if_they_differ_along_other_axes_only(grid: Grid) -> None:
+    meshes = [mesh_on(grid, rank) for rank in range(grid.num_ranks)]
+    others = [tuple(mesh.coordinate[axis] for axis in grid.data_axes) for mesh in meshes]
+    parts = dict(zip(others, (mesh.data_rank for mesh in meshes), strict=True))
+    assert [parts[place] for place in others] == [mesh.data_rank for mesh in meshes]
+    assert sorted(parts.values()) == list(range(meshes[0].num_data_ranks))
+    assert [mesh.is_main for mesh in meshes] == [True] + [False] * (grid.num_ranks - 1)

@@ -12,6 +12,7 @@ import optree
 from mindspore.common.np_dtype import bfloat16
 
 from ..._errors import CheckpointError, LoweringError, message
+from ..unit_use import UnitUse
 from . import autograd
 from .units import Bridge, is_tensor, use_plain
 
@@ -61,9 +62,9 @@ class MindSporeDifferentiation:
     is_transformed = staticmethod(autograd.is_transformed)
 
     def use_plain(
-        self, fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any
+        self, fn: Callable[..., Any], wholes: Sequence[Tensor], use: UnitUse, *args: Any, **kwargs: Any
     ) -> Any:
-        return use_plain(self.bridge, fn, wholes, names, *args, **kwargs)
+        return use_plain(self.bridge, fn, wholes, use.names, *args, **kwargs)
 
     def ordinary(self) -> AbstractContextManager[Callable[[Any], Any] | None]:
         return nullcontext()  # MindSpore has no mode whose tensors cannot be differentiated later

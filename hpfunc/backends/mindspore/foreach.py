@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mindspore
@@ -104,9 +105,17 @@ class DeviceForeach:
         finite = [mint.all(mint.isfinite(x)) for x in xs]
         return sum((_to(mint.logical_not(x), mindspore.float32) for x in finite), start=mint.zeros(()))
 
-    def sum_of_squares(self, xs: Tensors) -> Tensor:
-        wide = mindspore.float64 if any(x.dtype == mindspore.float64 for x in xs) else mindspore.float32
-        return sum((mint.sum(mint.square(_to(x, wide))) for x in xs), start=mint.zeros((), dtype=wide))
+    def powers(self, parts: Sequence[Tensors], ord: float, beside: Tensors) -> Tensor:
+        wide = mindspore.float64 if any(x.dtype == mindspore.float64 for x in beside) else mindspore.float32
+        return mint.stack([_power([_to(x, wide) for x in part if x.size], ord, wide) for part in parts])
+
+
+def _power(xs: Tensors, ord: float, dtype: Any) -> Tensor:
+    if not xs:
+        return mint.zeros((), dtype=dtype)
+    if ord == math.inf:
+        return mint.max(mint.stack([mint.max(mint.abs(x)) for x in xs]))
+    return sum(mint.sum(mint.square(x) if ord == 2 else mint.pow(mint.abs(x), ord)) for x in xs)
 
 
 def _wide(dtype: Any) -> Any:

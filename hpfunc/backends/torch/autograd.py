@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from ..._errors import UsageError, message
 from ..unit_rules import is_called_by, refuse_escaped, refuse_loss, refusing_writes, taken_apart
 from ..unit_use import UnitUse
-from . import borrowed, private
+from . import borrowed, private, ranges
 from .arguments import Arguments, refuse, refuse_changes
 from .modes import differentiating, ordinary
 from .saved_tensors import Saving, Wholes, during, storage_of
@@ -70,7 +70,8 @@ class _Wholes(torch.autograd.Function):
         taken = borrowed.take(gradients[:-1])  # first: a gradient may be one of the weights that outlive their unit
         ctx.outliving.empty()
         ctx.held.end()
-        ctx.use.after_backward(taken)
+        with ranges.of_unit("after backward", ctx.use):
+            ctx.use.after_backward(taken)
         return None, None, None
 
 
@@ -101,7 +102,8 @@ def _begin_backward(gate: Any) -> None:
         raise UsageError(message("hpfunc.unit", rule, hint=hint))
     if use.scope is not None:
         _ = node.saved_tensors  # see Note [Recomputation comes first]
-    use.before_backward()
+    with ranges.of_unit("before backward", use):
+        use.before_backward()
     node.outliving.fill(node.held)
     node.held.begin()
 
@@ -179,8 +181,13 @@ def _refuse_escapes(wholes: Sequence[Tensor], outputs: Any, names: Sequence[str]
     refuse_escaped(escaped, "w.clone()")
 
 
-def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+def use_plain(fn: Callable[..., Any], wholes: Sequence[Tensor], use: UnitUse, *args: Any, **kwargs: Any) -> Any:
     """See `Differentiation.use_plain`."""
+    with ranges.of_unit("forward", use):
+        return _plain(fn, wholes, use.names, *args, **kwargs)
+
+
+def _plain(fn: Callable[..., Any], wholes: Sequence[Tensor], names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
     wholes = [whole.detach() for whole in wholes]
     with refusing_writes(wholes, names):
         outputs = fn(wholes, *args, **kwargs)
@@ -267,7 +274,9 @@ class TorchTape:
             rule = f"the unit {use.label!r} is computed again for a differentiation inside of the loss"
             hint = "recompute by units, hpfunc.unit(fn, remat=True), in the place of a checkpoint around them"
             raise UsageError(message("hpfunc.unit", rule, hint=hint))
-        outputs, token = self._call(fn, use, use.before_forward(), args, kwargs)
+        wholes = use.before_forward()
+        with ranges.of_unit("forward", use):
+            outputs, token = self._call(fn, use, wholes, args, kwargs)
         if token is None:
             return outputs
         cast(Any, token.grad_fn).outliving.empty()
@@ -286,7 +295,8 @@ class TorchTape:
             raise refuse(use.label, again)
         wholes = use.before_recompute()
         try:
-            return self._call(fn, use, wholes, args, kwargs)[0]
+            with ranges.of_unit("recompute", use):
+                return self._call(fn, use, wholes, args, kwargs)[0]
         finally:  # checkpointing leaves by an exception once it has what it needs
             use.after_recompute()
 
@@ -298,7 +308,7 @@ class TorchTape:
             x.requires_grad for arg in (*args, *kwargs.values()) for x in _tensors(arg)
         )
         if not use.needs_backward or not torch.is_grad_enabled():
-            return use_plain(fn, wholes, use.names, *args, **kwargs), None
+            return _plain(fn, wholes, use.names, *args, **kwargs), None
         enclosing = private.enclosing_hooks(True)
         use.scope = _mark(enclosing[1]) if enclosing else None
         held = Wholes(use)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from . import private
@@ -102,9 +105,16 @@ class TorchForeach:
         return torch.stack([torch.isfinite(x) for x in largest]).logical_not().sum(dtype=torch.float32)
 
     @torch.no_grad()
-    def sum_of_squares(self, xs: Tensors) -> torch.Tensor:
-        wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
-        return torch.stack(private.foreach_norm(xs, 2, dtype=wide)).square().sum()
+    def powers(self, parts: Sequence[Tensors], ord: float, beside: Tensors) -> torch.Tensor:
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in beside) else torch.float32
+        return torch.stack([_power([x for x in part if x.numel()], ord, wide, beside[0].device) for part in parts])
+
+
+def _power(xs: Tensors, ord: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not xs:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(private.foreach_norm(xs, ord, dtype=dtype))
+    return norms.max() if ord == math.inf else norms.pow(ord).sum()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ..protocol import Counters, Poll
 from ..streams import DeviceStreams
 from ..watch import POLL_S, Watch
 from . import private
+from .ranges import span
 
 _HIGH_PRIORITY = -1  # a collective that is ready goes before compute that is ready
-_NOT_PROFILED = nullcontext()
 
 
 class HostMark:
@@ -93,7 +92,7 @@ class HostStreams:
         for pending in waits:
             self.wait(pending, poll)
         begun = self.mark() if is_timed else None
-        with _span(label):
+        with span(label):
             return HostPending(label, work() or (), begun)
 
     def mark(self) -> HostMark:
@@ -152,9 +151,5 @@ def device_streams(
         event=module.Event,
         on=module.stream,
         watch=Watch(abort, failed),
-        span=_span,
+        span=span,
     )
-
-
-def _span(label: str) -> AbstractContextManager[Any]:
-    return record_function(f"hpfunc::{label}") if private.is_profiling() else _NOT_PROFILED
