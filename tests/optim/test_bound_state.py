@@ -168,7 +168,7 @@ class RowMeans(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "schedule": len})
 
-    def step(self, closure=None):
+    def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             for x in group["params"]:
                 self.state[x]["row"] = x.detach().mean(1)
