@@ -82,11 +82,11 @@ class ShardedModule(torch.nn.Module):
 
     def _within(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def within(params: Any, *args: Any) -> Any:
-            self._tracked = params
+            before, self._tracked = self._tracked, params  # an evaluation may stand within a step that waits
             try:
                 return fn(*args)
             finally:
-                self._tracked = None
+                self._tracked = before
 
         return within
 

@@ -10,16 +10,16 @@ import torch
 
 from .. import checkpoint
 from .._errors import CheckpointError, UsageError, message
-from ..backends.torch import private
 from ._module import ShardedModule
 from ._sharding import Sharding, host, refuse
+from ._waiting import Waiting
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator as Host
 else:
     _METHODS = [
         *("prepare", "prepare_model", "clip_grad_norm_", "unwrap_model", "get_state_dict", "save_state", "load_state"),
-        *("join_uneven_inputs", "register_load_state_pre_hook"),
+        *("backward", "join_uneven_inputs", "register_load_state_pre_hook"),
     ]
     Host = host("hpfunc.integrations.accelerate", "accelerate", "accelerate", "Accelerator", _METHODS)
 
@@ -28,40 +28,32 @@ _FOLDER = "hpfunc"
 
 
 class Prepared(ShardedModule):
-    """A model that differentiates its own loss: what it returns has gradients already, and ``backward`` delivers them.
-
-    # Note [A step of accelerate]
-    A loop of accelerate's calls the model, and later the backward of what it has returned. A functional step cannot be
-    left in between. So the loss is computed in the model's forward, as models of transformers do if they get labels,
-    and a gradient that reaches another output is an error.
-    """
+    """A model that is called in one place of a loop, and differentiated in another. See `Waiting`."""
 
     def __init__(self, module: torch.nn.Module, sharding: Sharding, device: torch.device, bf16: bool) -> None:
         super().__init__(module, sharding, device)
         self._autocast = device.type if bf16 else None
-        self._train = self.differentiated(self._loss, has_aux=True)
+        self.pending: Waiting | None = None
+        self._step = self.differentiated(lambda pending, args, kwargs: pending.between(self._computed(args, kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the outputs of the module. With gradients, it has a ``"loss"``.
+        """Returns the outputs of the module. With gradients, they wait for ``accelerator.backward``.
 
         Raises:
-            UsageError: gradients are recorded, and the output has no loss.
+            UsageError: the model is called a second time before that.
         """
-        if self._tracked is not None or not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        (loss, outputs), grads = self._train(self.bound.params, args, kwargs)
-        leaf = torch.zeros((), device=loss.device, requires_grad=True)
-        outputs = private.tree_map_only(torch.Tensor, lambda x: _Output.apply(x, leaf), outputs)
-        outputs["loss"] = self.delivered(loss, grads)
-        return outputs
-
-    def _loss(self, args: Any, kwargs: Any) -> Any:
-        outputs = self._computed(args, kwargs)
-        if not isinstance(outputs, dict) or not isinstance(outputs.get("loss"), torch.Tensor):
-            rule = "the model is called with gradients, and its output has no 'loss' to differentiate"
-            hint = "let its forward take the labels and return a dict with the 'loss'; evaluate under torch.no_grad()"
+        if not torch.is_grad_enabled():
+            return self._evaluate(self.bound.params, args, kwargs)
+        if self.pending is not None:
+            rule = "the model is called with gradients a second time before accelerator.backward(loss)"
+            hint = "one call for each backward: join the inputs of several; evaluate under torch.no_grad()"
             raise UsageError(message(_NAME, rule, hint=hint))
-        return outputs["loss"], outputs
+        self.pending = pending = Waiting(_NAME)
+        try:
+            return pending.begin(lambda: self._step(self.bound.params, pending, args, kwargs)[1])
+        except BaseException:
+            self.pending = None
+            raise
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
         if self._autocast is None:
@@ -72,21 +64,10 @@ class Prepared(ShardedModule):
             return convert_to_fp32(super()._computed(args, kwargs))
 
 
-class _Output(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        rule = "a gradient reaches an output of the model that is not its loss"
-        raise UsageError(message(_NAME, rule, hint="compute all of the loss in the model's forward"))
-
-
 class Accelerator(Host):
     """accelerate's `Accelerator`, whose ``prepare`` cuts the model, its gradients and the optimizer's state.
 
-    See `Prepared` for the one thing that it asks of a model.
+    A step has one call of the model, and one ``accelerator.backward``: see `Prepared`.
 
     Args:
         args: and all other arguments: as for accelerate's.
@@ -140,6 +121,14 @@ class Accelerator(Host):
             group["params"] = [parts.get(path, x) for x, path in pairs if path in parts or id(x) in known]
 
     # --- a step -------------------------------------------------------------------------------------------------------
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Differentiates a loss, as the host does: in the loop first, and in the step of the model then."""
+        waiting = [model for model in self._models if model.pending is not None]
+        super().backward(loss, **kwargs)
+        for model in waiting:
+            pending, model.pending = model.pending, None
+            model.add_grads(pending.finish())
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients of the model by their norm over all ranks, and returns the norm."""
         cut = next(iter(self._models), None)
