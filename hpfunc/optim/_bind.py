@@ -12,6 +12,7 @@ from .._running.writes import share
 from .._transforms.collectives import pmax
 from .._values.array import describe, is_sharded
 from .._values.tree import dotted_paths, flatten
+from ._bound_state import BoundState
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
 
 _NAME = "hpfunc.optim.bind"
@@ -82,6 +83,86 @@ class Bound:
         mesh = leaves_of(_NAME, "params", self.params)[0].leaves[0].mesh
         for found in private.found_inf(scaler, optimizer).values():
             found.copy_(pmax(found, mesh.axis_names, mesh=mesh))
+
+    def state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns what a checkpoint of this training has to hold, as a tree for `hpfunc.checkpoint.save`.
+
+        Args:
+            optimizer: a `torch.optim.Optimizer` of these parameters. Its state must be element-wise, or numbers.
+
+        Returns:
+            A dict of ``"params"``, the weights that are not frozen; ``"slots"``, what the optimizer keeps for each, by
+            its name (``"exp_avg"``), as in `TorchState`; and ``"groups"``, the options of each group and the paths of
+            its weights. Arrays and tensors are in the memory that the next step changes.
+
+        Raises:
+            UsageError: the optimizer has other parameters, keeps what is not cut like its weight, or calls the loss.
+            LeafError: an option of a group is not a number, string or tensor.
+
+        Communication: none.
+
+        >>> import torch
+        >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+        >>> bound = hpfunc.optim.bind(hpfunc.shard({"w": torch.ones(2)}, mesh, hpfunc.P("shard")))
+        >>> optimizer = torch.optim.SGD(bound.parameters, lr=0.5, momentum=0.9)
+        >>> bound.set_grads(hpfunc.shard({"w": torch.ones(2)}, mesh, hpfunc.P("shard")))
+        >>> optimizer.step()
+        >>> bound.state(optimizer)["slots"]
+        {'momentum_buffer': {'w': ShardedArray(shape=(2,), dtype=torch.float32, spec=P('shard'))}}
+        """
+        return self._with(optimizer).now(f"{_NAME}.state")
+
+    def state_like(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the `state` of an optimizer that may not have stepped yet: the `like` of `hpfunc.checkpoint.load`.
+
+        torch makes the state of an optimizer in its first step. Before it the arrays of this tree have the shapes and
+        dtypes of that state, and no values. A state that was saved before the first step is loaded like `state`.
+
+        Args:
+            optimizer: a `torch.optim.Optimizer` of these parameters; it is not changed.
+
+        Raises:
+            UsageError, LeafError: as `state`.
+
+        Communication: none.
+
+        >>> import torch
+        >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+        >>> bound = hpfunc.optim.bind(hpfunc.shard({"w": torch.ones(2)}, mesh, hpfunc.P("shard")))
+        >>> optimizer = torch.optim.Adam(bound.parameters)
+        >>> sorted(bound.state(optimizer)["slots"]), sorted(bound.state_like(optimizer)["slots"])
+        ([], ['exp_avg', 'exp_avg_sq', 'step'])
+        """
+        return self._with(optimizer).after_a_step(f"{_NAME}.state_like")
+
+    def load_state(self, optimizer: Any, state: Any) -> None:
+        """Writes a `state`, such as one that `hpfunc.checkpoint.load` has read, into weights and optimizer.
+
+        Args:
+            optimizer: a `torch.optim.Optimizer` of these parameters, with the groups that it had when it was saved. The
+                options of its groups are those of the state afterwards.
+            state: what `state` returns. It is copied.
+
+        Raises:
+            SpecError: tree, shapes or specs differ from those of `params`, or groups have other weights.
+            UsageError, LeafError: as `state`; or the state is something else.
+
+        Communication: none.
+
+        >>> import torch
+        >>> mesh = hpfunc.make_mesh((1,), ("shard",))
+        >>> bound = hpfunc.optim.bind(hpfunc.shard({"w": torch.ones(2)}, mesh, hpfunc.P("shard")))
+        >>> optimizer = torch.optim.SGD(bound.parameters, lr=0.5)
+        >>> state = bound.state(optimizer)
+        >>> state["groups"][0]["lr"] = 0.25
+        >>> bound.load_state(optimizer, state)
+        >>> optimizer.param_groups[0]["lr"]
+        0.25
+        """
+        self._with(optimizer).load(f"{_NAME}.load_state", state)
+
+    def _with(self, optimizer: Any) -> BoundState:
+        return BoundState(self.params, self.parameters, self.names, optimizer)
 
 
 def bind(params: Any) -> Bound:

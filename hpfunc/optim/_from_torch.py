@@ -114,7 +114,7 @@ class _Stepper:
         places, olds = self._places(weights), ops.widened(weights.locals)
         if not olds or backends.get("torch").is_abstract(olds[0]):
             return gradients.wrap(ops.zeros(olds)), TorchState(state.step + 1, state.slots)
-        slots = _taken(state.slots, weights, ops)
+        slots = taken(_NAME, state.slots, weights, ops)
         news, changes = ops.copy(olds), ops.cast(gradients.locals, olds)
         if self._writes_gradients():
             changes = ops.copy(changes)
@@ -123,7 +123,7 @@ class _Stepper:
             new.grad = change.detach()
             optimizer.state[new].update(slot)
         optimizer.step()
-        kept = _slots([optimizer.state[new] for new in news], weights)
+        kept = slots_of([optimizer.state[new] for new in news], weights)
         updates = by_groups(ops, news, lambda chosen: ops.added(pick(news, chosen), pick(olds, chosen), -1.0))
         return gradients.wrap(updates), TorchState(state.step + 1, kept)
 
@@ -158,10 +158,7 @@ def _check(cls: Any, groups: Sequence[tuple[Where, Options]], options: Options) 
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         hint = "from_torch(torch.optim.AdamW, lr=1e-3): the class, and its options"
         raise LeafError(message(_NAME, f"the argument is not a class of torch.optim but {cls!r}", hint=hint))
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        rule = f"{cls.__name__} calls the loss itself, several times in a step"
-        raise UsageError(message(_NAME, rule, hint="a step has one gradient here; take another optimizer"))
+    refuse_closure(_NAME, cls)
     try:
         made = cls([torch.zeros(1, 1)], **_at(0, options))  # Muon takes matrices only
         for _, changed in groups:
@@ -178,6 +175,14 @@ def _at(step: int, options: Options) -> Options:
     return {key: value(step) if callable(value) else value for key, value in options.items()}
 
 
+def refuse_closure(function: str, cls: Any) -> None:
+    """Raises UsageError if a class of optimizers calls the loss itself."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        rule = f"{cls.__name__} calls the loss itself, several times in a step"
+        raise UsageError(message(function, rule, hint="a step has one gradient here; take another optimizer"))
+
+
 def _refuse_cut(cls: Any, weights: Leaves) -> None:
     pairs = zip(weights.paths(), weights.leaves, strict=True)
     bad = [f"{p}: {describe(x)}" for p, x in pairs if is_sharded(x) and x.mesh.axis_size(x.spec.axes) > 1]
@@ -192,7 +197,7 @@ def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
 
 
-def _taken(slots: Mapping[str, Any], weights: Leaves, ops: Foreach) -> list[dict[str, Any]]:
+def taken(function: str, slots: Mapping[str, Any], weights: Leaves, ops: Foreach) -> list[dict[str, Any]]:
     """Returns the state of each weight, in memory that may be written to.
 
     Raises:
@@ -214,23 +219,24 @@ def _taken(slots: Mapping[str, Any], weights: Leaves, ops: Foreach) -> list[dict
     ]
     if bad:
         hint = "state and params come from the same weights; call init again after these have changed"
-        raise SpecError(message(_NAME, "the state does not fit params", bad, hint=hint))
+        raise SpecError(message(function, "the state does not fit params", bad, hint=hint))
     is_tensor = backends.get("torch").is_tensor
     arrays = [(k, name, x) for k, name, x in found if is_sharded(x) or is_tensor(x)]
-    memory = writable(_NAME, Leaves.of(_NAME, "state", [x for *_, x in arrays], frozen=True), ops)
-    taken: list[dict[str, Any]] = [{} for _ in weights.leaves]
+    memory = writable(function, Leaves.of(function, "state", [x for *_, x in arrays], frozen=True), ops)
+    states: list[dict[str, Any]] = [{} for _ in weights.leaves]
     for k, name, x in found:
-        taken[k][name] = x
+        states[k][name] = x
     for (k, name, _), tensor in zip(arrays, memory, strict=True):
-        taken[k][name] = tensor
-    return taken
+        states[k][name] = tensor
+    return states
 
 
 def _fits(value: Any, weight: Any) -> bool:
     return not is_sharded(value) or (is_sharded(weight) and value.layout == weight.layout)
 
 
-def _slots(states: Sequence[Mapping[str, Any]], weights: Leaves) -> dict[str, Any]:
+def slots_of(states: Sequence[Mapping[str, Any]], weights: Leaves) -> dict[str, Any]:
+    """Returns what an optimizer keeps for each weight, by its name: trees like the weights, as in `TorchState`."""
     names = dict.fromkeys(name for state in states for name in state)
     values = {
         name: [_kept(name, s.get(name), x) for s, x in zip(states, weights.leaves, strict=True)] for name in names
