@@ -15,8 +15,12 @@ class Inside(Protocol):
         """Called when the backward of the unit begins, with a function that returns its whole weights."""
         ...
 
-    def end(self) -> None:
-        """Called when the backward has ended."""
+    def end(self) -> Sequence[Tensor | None]:
+        """Called when the backward has ended.
+
+        Returns:
+            For each weight the gradient that a backward within the backward has computed; empty if there was none.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,12 +54,13 @@ def a_write_into_an_argument_that_is_used_again(rank: int) -> Any:
 # --- arguments that a unit changes ------------------------------------------------------------------------------------
 class _Cache:
     def __init__(self) -> None:
-        self.layers: list[dict[str, Tensor]] = [{}]
+        self.layers: list[dict[str, Tensor]] = [{"keys": torch.zeros(3, 4)}]  # of a fixed size
 
 
 def _filling(p: Any, x: Tensor, *, cache: Any, counts: list[int]) -> Tensor:
-    cache.layers[0]["keys"] = torch.cat([*cache.layers[0].values(), x @ p["w"]])
-    return cache.layers[0]["keys"].sum(0) + x.sin()
+    y = x @ p["w"]
+    cache.layers[0]["keys"][: len(y)] = y.detach()
+    return cache.layers[0]["keys"].sum(0) + y.sin()
 
 
 def a_cache_that_a_unit_fills(rank: int) -> Any:
@@ -116,6 +118,45 @@ def a_checkpointed_unit_that_the_loss_differentiates(rank: int) -> Any:
         return force.square().sum()
 
     return _differentiating(loss, _differentiable())
+
+
+class _Again(torch.autograd.Function):
+    """Calls a function once more in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: Any) -> Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(x)
+        return fn(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.fn(x := x.detach().requires_grad_()).backward(gradients[0])
+        return x.grad, None
+
+
+def a_unit_within_a_reversible_layer(rank: int) -> Any:
+    layer = hp.unit(_linear, name="layer")
+    return _differentiating(lambda p, x: _Again.apply(layer(p["layers"][0], x), partial(layer, p["layers"][1])).sum())
+
+
+def a_reentrant_checkpoint_inside_of_a_unit(rank: int) -> Any:
+    layer = hp.unit(lambda p, x: checkpoint(_linear, p, x, use_reentrant=True), name="layer")
+    return _differentiating(lambda p, x: layer(p["layers"][1], hp.unit(_linear)(p["layers"][0], x)).sum())
+
+
+def a_write_into_an_object_since_the_call(rank: int) -> Any:
+    layer = hp.unit(lambda p, x, *, cache: _linear(p, x) * cache.layers[0]["keys"].sum(), name="layer", remat=True)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        cache = _Cache()
+        y = layer(p["layers"][0], x, cache=cache)
+        cache.layers[0]["keys"].add_(1)
+        return y.sum()
+
+    return _differentiating(loss)
 
 
 CASES = cases_among(globals())

@@ -67,6 +67,28 @@ def stack() -> nn.Module:
     return Case(Stack).module().float()
 
 
+class Reversible(Module):
+    """Its autograd function runs `inner` again in a backward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Again.apply(self.other(x), self.inner) * self.gain
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fn: Any) -> torch.Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(x)
+        return fn(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.fn(x := x.detach().requires_grad_()).backward(gradients[0])
+        return x.grad, None
+
+
 # --- what forward must not do -----------------------------------------------------------------------------------------
 def a_forward_that_writes_into_a_parameter(rank: int) -> Any:
     return calling(Writes(), Writes)
@@ -162,6 +184,10 @@ def a_meta_module_that_nothing_initialises(rank: int) -> Any:
 
 def a_module_to_initialise_that_has_values(rank: int) -> Any:
     return lambda: hp.init_module(nn.Linear(2, 2), mesh(), hp.P("shard")), None
+
+
+def a_reversible_layer_around_units(rank: int) -> Any:
+    return calling(Reversible(), ["inner", "other"])
 
 
 # --- parameters that do not fit ---------------------------------------------------------------------------------------

@@ -68,6 +68,35 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
 }
 
+HYBRID = SMALL | {"num_key_value_heads": 1, "max_position_embeddings": 16, "num_hidden_layers": 4}
+# Models whose blocks fill a cache in training, in other ways: by a window, with a state, with experts, for each other.
+CACHING: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", HYBRID | {"head_dim": 8, "sliding_window": 4}, ""),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        HYBRID
+        | {"head_dim": 8, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 4, "laurel_rank": 4}
+        | {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"intermediate_size": [24] * 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
+        "",
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        HYBRID
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 2, "num_experts": 1}
+        | {"num_experts_per_tok": 1},
+        "",
+    ),
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+        "",
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -84,7 +113,7 @@ class Pretrained:
         import transformers
 
         transformers.logging.set_verbosity_error()
-        config, kind, fields, _ = LAYERS[self.name]
+        config, kind, fields, _ = (LAYERS | CACHING)[self.name]
         torch.manual_seed(0)
         return getattr(transformers, kind)(getattr(transformers, config)(**fields))
 

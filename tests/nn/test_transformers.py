@@ -10,7 +10,7 @@ import torch
 
 import hpfunc as hp
 from tests.helpers.ranks import mesh_of
-from tests.nn.pretrained import LAYERS, Pretrained
+from tests.nn.pretrained import CACHING, LAYERS, Pretrained
 from tests.nn.training import FEWER, FSDP, HSDP, Layout, Pools, assert_trained, resume, train
 from tests.nn.zoo import Found
 
@@ -87,6 +87,69 @@ def test_what_the_models_freeze_by_themselves_stays(pool: Pools) -> None:
             assert not any(torch.equal(weights[path], x) for path, x in start.items() if path not in frozen)
             for path, x in module.named_parameters():
                 torch.testing.assert_close(weights[path].double(), x.detach().double(), rtol=1e-6, atol=1e-8)
+
+
+# --- caches in training -----------------------------------------------------------------------------------------------
+FILLING = ("llama", "gpt2", "t5", "whisper", *CACHING)
+
+
+def call_of(name: str, rank: int) -> dict[str, Any]:
+    """Returns arguments with padding, and the cache that the model makes where it is asked for one."""
+    kwargs = Pretrained(name).call(rank, 0)[1]
+    if name == "llama":
+        kwargs["attention_mask"] = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    return kwargs | {"use_cache": True}
+
+
+def filled(outputs: Any) -> int:
+    cache = outputs.past_key_values
+    return 0 if cache is None else sum(x.numel() for layer in _layers(cache) for x in (layer.keys, layer.values))
+
+
+def _layers(cache: Any) -> list[Any]:
+    caches = [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "is_updated") else [cache]
+    return [layer for each in caches for layer in each.layers if getattr(layer, "keys", None) is not None]
+
+
+def computed_again(rank: int) -> dict[str, tuple[Any, list[int]]]:
+    mesh, found = mesh_of((2,), ("shard",)), {}
+    for name in FILLING:
+        apply, given = hp.from_module(Pretrained(name).module(), remat=True)
+        params = hp.shard(given, mesh, hp.P("shard"))
+        sizes: list[int] = []
+
+        def loss(params: Any, kwargs: Any, apply: Any = apply, sizes: Any = sizes) -> Any:
+            outputs = apply(params, **kwargs)
+            sizes.append(filled(outputs))
+            return outputs.loss
+
+        step = hp.sharded(hp.grad(loss), mesh, policy=hp.Policy(pack_below_bytes=0))
+        for _ in range(2):
+            gradients = step(params, call_of(name, rank))
+        assert step.followed_plan
+        found[name] = hp.unshard(gradients), sizes
+    return found
+
+
+def test_blocks_that_fill_a_cache_are_computed_again(pool: Pools) -> None:
+    results = pool(2).run(computed_again, deadline_s=240.0)
+    for name in FILLING:
+        module, sizes = Pretrained(name).module(), set()
+        for rank in range(2):
+            outputs = module(**call_of(name, rank))
+            sizes.add(filled(outputs))
+            (outputs.loss / 2).backward()
+        assert max(sizes) > 0
+        for gradients, found in (result[name] for result in results):
+            assert set(found) == sizes, name
+            for path, x in module.named_parameters():
+                if not x.requires_grad:
+                    assert gradients[path] is None
+                    continue
+                want = torch.zeros_like(x) if x.grad is None else x.grad
+                # some of these models compute in float32 inside
+                error = (gradients[path] - want).norm() / want.norm().clamp_min(1e-3)
+                assert error < 1e-5, f"{name}: {path} differs by {error:.1e}"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])

@@ -27,6 +27,12 @@ refused. The unit's weights are gathered once more for it, like those of a call 
 are the caller's memory, and live until that engine ends, or as long as a graph of second order keeps them. Tensors that
 torch saves keep their place in the graph, so the second order reaches the weights' node by itself. A graph that the
 inner engine frees has no further backward: its token is not a root any more, and its use expects no backward.
+
+# Note [A backward within the backward]
+The backward of an autograd function of the caller's, such as a reversible layer's, may run code of its unit again and
+call `backward` on it. That engine visits the weights' node early, or it leaves gradients at the weights of a module's
+copy (see `nn.torch.inside`). Both are added to the gradients of the unit. If such a backward calls a unit, no backward
+of that unit has begun: this is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ from ..._errors import UsageError, message
 from ..unit_rules import is_called_by, refuse_escaped, refuse_loss, refusing_writes, taken_apart
 from ..unit_use import UnitUse
 from . import borrowed, private, ranges
-from .arguments import Arguments, refuse, refuse_changes
+from .arguments import Arguments, refuse
 from .modes import differentiating, ordinary
 from .saved_tensors import Saving, Wholes, during, storage_of
 
@@ -51,13 +57,20 @@ Tensor = torch.Tensor
 
 
 class _Wholes(torch.autograd.Function):
-    """The whole weights of one use, and a token. See Note [Anchor and tokens]."""
+    """The whole weights of one use, and a token. See Note [Anchor and tokens].
+
+    Attributes of its context:
+        task: the backward that has begun at the gate.
+        within: gradients of backwards within that one. See Note [A backward within the backward].
+        is_repeat: whether the unit was called again, by a checkpoint: that graph is for its saved tensors only.
+    """
 
     @staticmethod
     def forward(ctx: Any, held: Wholes, wholes: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         use = held.use
         ctx.use, ctx.held, ctx.outliving = use, held, _Outliving()
+        ctx.task, ctx.within, ctx.is_repeat = None, [], False
         if use.scope is not None:  # see Note [Recomputation comes first]
             ctx.save_for_backward(anchor)
         outputs = tuple(whole.detach() for whole in wholes)
@@ -68,11 +81,29 @@ class _Wholes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         taken = borrowed.take(gradients[:-1])  # first: a gradient may be one of the weights that outlive their unit
+        if ctx.is_repeat:
+            raise _refuse_own_backward(ctx.use.label)
+        if ctx.task is not None and ctx.task != private.graph_task():
+            ctx.within.append(taken)
+            return None, None, None
         ctx.outliving.empty()
-        ctx.held.end()
+        for within in (*ctx.within, ctx.held.end()):
+            taken = list(map(_sum, taken, within)) if within else taken
         with ranges.of_unit("after backward", ctx.use):
             ctx.use.after_backward(taken)
         return None, None, None
+
+
+def _refuse_own_backward(label: str) -> UsageError:
+    rule = f"a backward within the backward, such as that of a reversible layer, calls the unit {label!r}"
+    hint = "make one unit of all that the autograd function calls, and of the function itself"
+    return UsageError(message("hpfunc.unit", rule, hint=hint))
+
+
+def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if gradient is None or other is None:
+        return gradient if other is None else other.to_dense()
+    return gradient + other
 
 
 class _Gate(torch.autograd.Function):
@@ -104,6 +135,7 @@ def _begin_backward(gate: Any) -> None:
         _ = node.saved_tensors  # see Note [Recomputation comes first]
     with ranges.of_unit("before backward", use):
         use.before_backward()
+    node.task = private.graph_task()
     node.outliving.fill(node.held)
     node.held.begin()
 
@@ -214,20 +246,19 @@ def _forgetting(
 
     torch's own checkpointing does it: it restores random states and autocast, sees tensors that `fn` closes over, hands
     the saved arguments to the enclosing hooks, and stops as soon as it has what it needs. `anchor` tells it the device
-    if the arguments hold no tensor.
+    if the arguments hold no tensor. See Note [Arguments as they were].
     """
-    first = [(wholes, weights)]
+    first = [(wholes, weights, args, kwargs)]
+    before = Arguments(args, kwargs, _version, only_objects=True)
     tensors, put_back = taken_apart((args, kwargs), lambda leaf: isinstance(leaf, Tensor))
 
     def call(_: Tensor, *tensors: Tensor) -> Any:
+        if first:
+            return _recording(fn, held, *first.pop())
+        again = held.detached()
         args, kwargs = put_back(tensors)
-        if not first:
-            again = held.detached()
+        with before.put_back(held.use.label):
             return _recording(fn, held, [weight.detach() for weight in again], again, args, kwargs)
-        given = Arguments(args, kwargs, _version)  # here, because checkpointing makes the containers anew
-        outputs = _recording(fn, held, *first.pop(), args, kwargs)
-        refuse_changes(held.use.label, given)
-        return outputs
 
     with Saving(held, ()).hooks():  # for the arguments, which checkpointing saves
         return checkpoint(call, anchor, *tensors, use_reentrant=False)
@@ -238,6 +269,22 @@ def _version(x: Any) -> Any:
     if isinstance(x, Tensor):
         return 0 if x.is_inference() else private.version_of(x)
     return x.get_state().numpy().tobytes() if isinstance(x, torch.Generator) else None
+
+
+def _explained(text: str) -> UsageError | None:
+    """Returns an error in words of ours for one of torch's, if there are such words."""
+    if "modified by an inplace operation" in text:
+        rule = "a tensor that a backward needs was written to in place since; units run backward even if the loss"
+        rule += f" does not depend on them: {text}"
+        hint = "write out of place (`x = x + y` for `x += y`), or write into a clone"
+    elif "use_reentrant=True" in text:
+        rule = "a checkpoint with use_reentrant=True runs a second backward inside of the first"
+        hint = "use_reentrant=False, which a model of transformers takes as"
+        hint += " gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False});"
+        hint += " or remat=True in the place of checkpoints"
+    else:
+        return None
+    return UsageError(message("hpfunc.value_and_grad", rule, hint=hint))
 
 
 class TorchTape:
@@ -296,7 +343,10 @@ class TorchTape:
         wholes = use.before_recompute()
         try:
             with ranges.of_unit("recompute", use):
-                return self._call(fn, use, wholes, args, kwargs)[0]
+                outputs, token = self._call(fn, use, wholes, args, kwargs)
+            if token is not None:
+                cast(Any, token.grad_fn).is_repeat = True
+            return outputs
         finally:  # checkpointing leaves by an exception once it has what it needs
             use.after_recompute()
 
@@ -314,12 +364,15 @@ class TorchTape:
         held = Wholes(use)
         *weights, token = _apply_wholes(held, wholes, self._anchor)
         token.grad_fn.outliving.give(use, weights)
+        given = Arguments(args, kwargs, _version) if enclosing or use.remat else None
         if use.remat:
-            return _forgetting(fn, held, wholes, weights, self._anchor, args, kwargs), token
-        given = Arguments(args, kwargs, _version) if enclosing else None
-        outputs = _recording(fn, held, wholes, weights, args, kwargs)
-        if given is not None:
-            use.changed = [thing for _, _, things in given.changed() for thing in things]
+            outputs = _forgetting(fn, held, wholes, weights, self._anchor, args, kwargs)
+        else:
+            outputs = _recording(fn, held, wholes, weights, args, kwargs)
+        changed = [] if given is None else given.changed()
+        if use.remat and given is not None and (written := given.written(changed)):
+            raise refuse(use.label, written)
+        use.changed = [thing for _, things in changed for thing in things] if enclosing else []
         return outputs, token
 
     @differentiating()
@@ -340,9 +393,7 @@ class TorchTape:
         try:
             return list(torch.autograd.grad(roots, [self._anchor, *self.leaves], seeds, allow_unused=True)[1:])
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            explained = _explained(str(error))
+            if explained is None:
                 raise
-            rule = "a tensor that a backward needs was written to in place since; units run backward even if the loss"
-            rule += f" does not depend on them: {error}"
-            hint = "write out of place (`x = x + y` for `x += y`), or write into a clone"
-            raise UsageError(message("hpfunc.value_and_grad", rule, hint=hint)) from error
+            raise explained from error

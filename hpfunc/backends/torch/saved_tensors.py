@@ -68,11 +68,10 @@ class Wholes:
         if self.use.inside is not None:
             self.use.inside.begin(self.detached)
 
-    def end(self) -> None:
-        """It has ended."""
+    def end(self) -> Sequence[Tensor | None]:
+        """It has ended. Returns what `Inside.end` returns."""
         self.at_hand = None
-        if self.use.inside is not None:
-            self.use.inside.end()
+        return () if self.use.inside is None else self.use.inside.end()
 
 
 class Saving:

@@ -31,7 +31,7 @@ from ...backends.torch import private
 from ...backends.torch.abstract import is_abstract
 from .._choose import Choice
 from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes
-from .inside import Home, Reopening
+from .inside import Home, Reopening, refuse_own_backward
 from .stand_in import ModuleCall, StandIn
 
 Tensor = torch.Tensor
@@ -181,6 +181,8 @@ class ModuleSkeleton:
         if call is None:  # activation checkpointing calls parts again in backward, when the call has ended
             call, is_repeated = self._repeated, True
         if call is None:
+            if private.graph_task() != -1:
+                raise refuse_own_backward([slot.path for slot in part.weights])
             raise UsageError(message(NAME, f"the unit {part.path!r} is used outside of a call"))
         if private.enclosing_hooks(True):
             self._repeated = call

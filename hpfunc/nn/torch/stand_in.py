@@ -13,7 +13,7 @@ from ..._transforms.unit import unit
 from ..._values.array import is_sharded
 from ...backends.torch import private
 from .._slots import refuse_writes, whole_of
-from .inside import Home
+from .inside import Home, refuse_own_backward
 
 Tensor = torch.Tensor
 
@@ -52,6 +52,8 @@ class StandIn(Tensor):
         """Returns the values."""
         opened = self.home.open if self.home is not None and module_unit.get() is None else None
         found = None if opened is None else opened.value(self.path)
+        if found is None and module_call.get() is None and private.graph_task() != -1:
+            raise refuse_own_backward([self.path])
         return whole_of(self.path) if found is None else found
 
     @classmethod
