@@ -15,8 +15,9 @@ from ..._errors import LeafError, UsageError, message
 from ..._transforms.shard import init
 from ..._values.mesh import Mesh, PartitionSpec
 from ...backends.torch import private
-from .._choose import Parts, choose
+from .._choose import choose
 from .._function import ModuleFunction
+from .._parts import Parts
 from .._slots import replacements, whole
 from .skeleton import ModuleSkeleton, named_tensors
 
@@ -28,7 +29,8 @@ PARTS = Parts(
     unset=(nn.Module.forward,),
     named=lambda module: dict(module.named_modules()),
     children=lambda module: module.named_children(),
-    own=lambda module: [name for name, x in private.parameters_of(module).items() if x is not None],
+    own=lambda module: {name: x for name, x in private.parameters_of(module).items() if x is not None},
+    size_bytes=lambda parameter: parameter.numel() * parameter.element_size(),
     computes_own=is_parametrized,
 )
 _FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"

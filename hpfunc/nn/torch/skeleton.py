@@ -29,6 +29,7 @@ from ..._transforms.unit import unit_around
 from ..._values.array import ShardedArray, is_sharded
 from ...backends.torch import private
 from ...backends.torch.abstract import is_abstract
+from ...backends.torch.saved_tensors import storage_of
 from .._choose import Choice
 from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes
 from .inside import Home, Reopening
@@ -83,8 +84,8 @@ class ModuleSkeleton:
         self._compared: set[tuple[tuple[bool, ...], str]] = set()
         self.modes = self._read_modes()
         named = dict(self.module.named_modules())
-        for path, _ in choice.units:
-            self._make_unit(path, named[path])
+        for chosen in choice.modules:
+            self._make_unit(chosen.path, named[chosen.path])
         del self._names  # keyed by identity of tensors that are held up to here only
 
     def _settle(self, initial: Tensors) -> None:
@@ -197,7 +198,7 @@ class ModuleSkeleton:
             nonlocal spec, changed
             outputs, after, changed = _compute(part, original, call, weights, hpfunc_buffers, args, kwargs)
             leaves, spec = private.tree_flatten(outputs, is_leaf=_is_opaque)
-            return leaves, after
+            return _without_weights(leaves, weights), after
 
         run = body
         if any(is_sharded(x) for x in weights.values()):
@@ -223,6 +224,12 @@ def _written(after: Tensors, before: Mapping[str, tuple[Tensor, int]]) -> set[st
 def _is_opaque(value: Any) -> bool:
     # Outputs are taken apart so that backward sees their tensors; a cache that a unit fills must stay the same object.
     return not isinstance(value, tuple | list | dict)
+
+
+def _without_weights(leaves: list[Any], weights: Tensors) -> list[Any]:
+    # A module of position embeddings returns its parameter, and a whole weight does not outlive the unit.
+    known = {storage_of(x) for x in weights.values()}
+    return [x.clone() if isinstance(x, Tensor) and storage_of(x) in known else x for x in leaves]
 
 
 def _compute(
