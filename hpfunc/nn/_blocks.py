@@ -83,8 +83,11 @@ def _repeated(parts: Parts, named: Named) -> dict[str, Module]:
 
 def _candidates(parts: Parts, named: Named) -> dict[str, Candidate]:
     found = {}
+    compiled = {
+        id(x) for part in named.values() if parts.compiled(part) is not None for x in parts.named(part).values()
+    }
     for prefix, parent in named.items():
-        if parts.is_list(parent):
+        if parts.is_list(parent) and id(parent) not in compiled:
             for path, child in parts.paths(prefix, parent):
                 if (key := _key(parts, child)) is not None:
                     found[path] = Candidate(child, key, parts.is_called(parent), id(parent))
@@ -97,7 +100,7 @@ def _key(parts: Parts, module: Module) -> Hashable | None:
     if not inner or not parts.is_called(module) or not parts.has_parameters(module):
         return None
     if not parts.is_list(module):
-        return type(module)
+        return type(module if (compiled := parts.compiled(module)) is None else compiled)
     is_flat = not any(any(parts.children(child)) for child in inner)
     return (type(module), *map(type, inner)) if is_flat and sum(map(parts.has_parameters, inner)) > 1 else None
 
@@ -140,8 +143,9 @@ def _is_stage(parts: Parts, module: Module, found: Named) -> bool:
     blocks_bytes = sum(parts.bytes_of(block) for block in found.values() if id(block) in inside)
     candidates = _candidates(parts, parts.named(module)).values()
     lists = Counter((each.place, None if each.is_chained else each.key) for each in candidates)
-    is_repeated = max(lists.values(), default=0) > 1
-    return is_repeated and blocks_bytes > _BLOCKS * parts.bytes_of(module) and not parts.computes_own(module)
+    if max(lists.values(), default=0) < 2 or parts.computes_own(module) or parts.compiled(module) is not None:
+        return False
+    return blocks_bytes > _BLOCKS * parts.bytes_of(module)
 
 
 def _certain(parts: Parts, members: Named) -> dict[str, Module] | None:
@@ -180,7 +184,9 @@ def _pieces(parts: Parts, path: str, module: Module, limit: float) -> dict[str, 
 
 def _fine(parts: Parts, path: str, module: Module, limit: float) -> dict[str, Module] | None:
     """The modules that a module consists of, themselves divided where they hold more than the limit."""
-    if parts.own_bytes(module) > _OWN * parts.bytes_of(module) or parts.computes_own(module):
+    if parts.computes_own(module) or parts.compiled(module) is not None:
+        return None
+    if parts.own_bytes(module) > _OWN * parts.bytes_of(module):
         return None
     direct = {id(x) for x in _lists_of(parts, module)}
     candidates = _candidates(parts, parts.below(path, module)).values()

@@ -40,13 +40,13 @@ class Choice:
         modules: those that are modules, in the order of the module's parts.
         alone: parameters that belong to a module around units. Each is gathered by itself where it is used.
         total_bytes: of all parameters.
-        advice: a warning for who chose units that hold much of the model, while smaller ones can be chosen.
+        advice: warnings, such as for who chose units that hold much of the model, while smaller ones can be chosen.
     """
 
     modules: tuple[Unit, ...]
     alone: tuple[Unit, ...]
     total_bytes: int
-    advice: str | None = None
+    advice: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         groups = [list(group) for _, group in groupby(self.modules, key=lambda unit: unit.kind)]
@@ -84,7 +84,9 @@ def choose(parts: Parts, module: Module, units: Any) -> Choice:
     named, total = parts.named(module), parts.bytes_of(module)
     names = {id(part): path for path, part in named.items()}  # a part that stands in several places has one name
     chosen = blocks(parts, module) if units is None else _selected(parts, named, units)
-    chosen = {names[id(part)]: part for part in chosen.values()}
+    around = {id(parts.compiled(part)): part for part in named.values()}  # who chose a module that is called compiled
+    chosen = {names[id(x)]: x for x in (around.get(id(part), part) for part in chosen.values())}
+    _refuse_inside_compiled(parts, named, chosen)
     _check_overlap(parts, chosen)
     without = [f"{path}: {type(m).__name__}" for path, m in chosen.items() if not parts.is_called(m)]
     if without:
@@ -95,24 +97,29 @@ def choose(parts: Parts, module: Module, units: Any) -> Choice:
     order = {path: place for place, path in enumerate(named)}
     every = sorted({**chosen, **rest}.items(), key=lambda item: order[item[0]])
     return Choice(
-        tuple(Unit(path, type(m).__name__, parts.bytes_of(m)) for path, m in every),
+        tuple(Unit(path, _kind(parts, m), parts.bytes_of(m)) for path, m in every),
         tuple(Unit(path, None, parts.size_bytes(x)) for path, x in alone.items()),
         total,
-        None if units is None else _advice(parts, chosen, total),
+        () if units is None else _advice(parts, chosen, total),
     )
 
 
-def _advice(parts: Parts, chosen: Named, total: int) -> str | None:
+def _kind(parts: Parts, module: Module) -> str:
+    compiled = parts.compiled(module)
+    return type(module).__name__ if compiled is None else f"compiled {type(compiled).__name__}"
+
+
+def _advice(parts: Parts, chosen: Named, total: int) -> tuple[str, ...]:
     large = {path: size for path, size in divisible(parts, chosen, total).items() if size > _LARGE}
     if not large:
-        return None
+        return ()
     rule = f"chosen units hold more than 1/{PARTS_OF_ALL} of the bytes each, and consist of blocks"
     shown = [
         f"{path or 'the whole module'}: {type(chosen[path]).__name__}, {_size(size)}, {100 * size / total:.0f} %"
         for path, size in large.items()
     ]
     hint = "choose their blocks, as from_module does without `units`; all of a unit is gathered at once"
-    return message(_NAME, rule, shown, hint=hint)
+    return (message(_NAME, rule, shown, hint=hint),)
 
 
 def _selected(parts: Parts, named: Named, units: Any) -> dict[str, Module]:
@@ -172,6 +179,22 @@ def _check_overlap(parts: Parts, chosen: Named) -> None:
         raise SpecError(message(_NAME, "units overlap", bad, hint=hint))
 
 
+def _refuse_inside_compiled(parts: Parts, named: Named, chosen: Named) -> None:
+    units = {id(unit): path for path, unit in chosen.items()}
+    inside = [
+        f"{units[id(part)]!r} is part of {path or 'the whole module'!r}"
+        for path, module in named.items()
+        if parts.compiled(module) is not None
+        for part in parts.named(module).values()
+        if part is not module and id(part) in units
+    ]
+    if inside:
+        hint = "compile the modules that are units, each by itself, or choose the compiled module"
+        raise UsageError(
+            message(_NAME, "a unit is part of a compiled module, whose graph cannot gather", inside, hint=hint)
+        )
+
+
 def _left_over(
     parts: Parts, path: str, module: Module, chosen: set[int], alone: dict[str, Any], seen: set[int], limit: float
 ) -> Iterable[tuple[str, Module]]:
@@ -180,7 +203,8 @@ def _left_over(
         return
     seen.add(id(module))
     own = {f"{path}.{name}" if path else name: x for name, x in parts.own(module).items()}
-    if (own or parts.computes_own(module)) and parts.is_called(module):
+    is_whole = parts.compiled(module) is not None and parts.has_parameters(module)
+    if (own or is_whole or parts.computes_own(module)) and parts.is_called(module):
         holds_no_unit = chosen.isdisjoint(id(part) for part in parts.named(module).values())
         if holds_no_unit and not can_be_divided(parts, module, limit):
             yield path, module

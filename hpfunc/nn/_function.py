@@ -197,8 +197,9 @@ def _refuse_wrong_training(skeleton: Skeleton, params: Mapping[str, Any]) -> Non
 
 
 def _warn_about_units(choice: Choice, params: Mapping[str, Any]) -> None:
-    if choice.advice is not None and (sharded := next(filter(is_sharded, params.values()), None)) is not None:
-        warn_once(choice.advice, sharded.mesh)
+    if choice.advice and (sharded := next(filter(is_sharded, params.values()), None)) is not None:
+        for text in choice.advice:
+            warn_once(text, sharded.mesh)
 
 
 def _check_paths(name: str, tree: Any, wanted: Any) -> None:

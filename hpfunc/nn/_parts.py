@@ -24,6 +24,7 @@ class Parts:
         own: returns the parameters that belong to a module and not to its parts, by name.
         size_bytes: returns the size of a parameter.
         computes_own: returns whether a module computes a parameter of its own from those of its parts.
+        compiled: returns the part of a module that it calls compiled; None for a module that is not compiled.
     """
 
     kind: type
@@ -35,6 +36,7 @@ class Parts:
     own: Callable[[Module], Mapping[str, Any]]
     size_bytes: Callable[[Any], int]
     computes_own: Callable[[Module], bool] = lambda module: False
+    compiled: Callable[[Module], Module | None] = lambda module: None
 
     def is_list(self, module: Module) -> bool:
         """Returns whether a module is a list or dict of modules of the framework."""
@@ -42,7 +44,7 @@ class Parts:
 
     def is_called(self, module: Module) -> bool:
         """Returns whether a module has the method that a call runs."""
-        return getattr(type(module), self.method) not in self.unset
+        return self.method in vars(module) or getattr(type(module), self.method) not in self.unset
 
     def paths(self, prefix: str, module: Module) -> Iterator[tuple[str, Module]]:
         """Yields the direct parts of a module by path."""

@@ -5,6 +5,12 @@ The caller's module is never changed. Its copy has stand-ins for parameters. Eac
 ours, which calls `hpfunc.unit` with the parameters of the unit and puts the whole weights into their places during the
 call. Hooks are called as before: they are the caller's own objects, not copies.
 
+# Note [Compiled modules]
+A layer that `torch.compile` made is a unit as a whole: the compiled call reads the weights of the module in it, where
+the whole ones are while the unit runs. Nothing inside of it can be a unit, because a graph cannot gather. So a model
+that is compiled as a whole counts as the module in it, with the names of that one; and `Module.compile` is lost in a
+copy. Both are warned of.
+
 # Note [Buffers of a unit]
 A unit may run a second time in backward, after its call has ended. So it gets its buffers as arguments, works on copies
 of them, and returns the copies: a second run starts from the same values, and counts nothing twice.
@@ -62,6 +68,8 @@ def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tenso
     memo |= owners_of_hooks(parts, (x for part in parts for x in vars(part).values() if isinstance(x, dict)))
     for part in parts:
         values = vars(part).values()
+        if private.compiled(part) is not None:  # how it is compiled is the caller's own object, not a copy
+            memo |= {id(x): x for x in values if callable(x) and not isinstance(x, nn.Module)}
         memo |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and x.grad_fn is not None}
     return copy_of(module, memo, "module")
 
