@@ -113,6 +113,16 @@ def test_a_whole_model_that_is_compiled_counts_as_the_model_in_it() -> None:
     assert all(torch.equal(b, 2 * a) for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
+def test_a_whole_model_that_is_compiled_is_initialised_too() -> None:
+    mesh = hp.make_mesh((1,), ("shard",))
+    apply, arrays = hp.init_module(lambda: compile_layer(Stack()), mesh, hp.P("shard"))
+    assert arrays.keys() == dict(Stack().named_parameters()).keys()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        apply(arrays, X)
+    assert [str(warning.message) for warning in said] == [f"{RULE}the whole module{HINT}"]
+
+
 def test_layers_that_are_compiled_in_place_are_told() -> None:
     module = build()
     module.blocks[1].compile(backend="eager")

@@ -95,15 +95,16 @@ def init_module(
 
     def build() -> Any:
         module = _initialised(source, mesh, init_fn) if isinstance(source, nn.Module) else source()
-        built.append(module := _checked(_INIT, module))
-        params, buffers = named_tensors(module)
+        params, buffers = named_tensors(_checked(_INIT, module))
+        built.append(module)
         # Not detached: a `detach` here would be the last recorded operator, and keep all of them whole until then.
         return {"params": params, "buffers": buffers}
 
     made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
-    _refuse_shared_memory(_INIT, named_tensors(built[0])[0])
+    module = _checked(_INIT, built[0])
+    _refuse_shared_memory(_INIT, named_tensors(module)[0])
     buffers = {path: array.local for path, array in made["buffers"].items()}
-    return _function(built[0], units, buffers, remat), made["params"]
+    return _function(module, units, buffers, remat, is_compiled=module is not built[0]), made["params"]
 
 
 def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], None] | None) -> nn.Module:
