@@ -1,56 +1,35 @@
-"""Which modules become units: those that the caller selects, by default the repeated blocks; and the remaining ones.
-
-`Parts` is what a framework has to provide; all else is the same for every framework.
-"""
+"""Which modules become units: those that the caller selects, by default the blocks; and the remaining ones."""
 
 from __future__ import annotations
 
 import difflib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
 from .._errors import SpecError, UsageError, message
+from ._blocks import PARTS_OF_ALL, blocks, can_be_divided, divisible
+from ._parts import Module, Named, Parts
 
-Module = Any
-Named = Mapping[str, Module]
 _NAME = "hpfunc.from_module"
+_LARGE = 1 << 20  # bytes: below, nothing is gained by smaller units
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """How a framework's modules are made of parts.
+class Unit:
+    """A module that is a unit, or a parameter that is one by itself.
 
     Attributes:
-        kind: the class of all modules.
-        method: the name of the method that a call of a module runs.
-        lists: the framework's classes of lists and dicts of modules.
-        unset: methods of that name that only say that a class has none.
-        named: returns a module and all its parts by path, each once. The path of the module is "".
-        children: returns the direct parts of a module by name, each once.
-        own: returns the names of the parameters that belong to a module and not to its parts.
-        computes_own: returns whether a module computes a parameter of its own from those of its parts.
+        path: of it; "" is the whole module.
+        kind: the name of its class; None: a parameter.
+        size_bytes: of its parameters.
     """
 
-    kind: type
-    method: str
-    lists: tuple[type, ...]
-    unset: tuple[Callable[..., Any], ...]
-    named: Callable[[Module], dict[str, Module]]
-    children: Callable[[Module], Iterable[tuple[str, Module]]]
-    own: Callable[[Module], list[str]]
-    computes_own: Callable[[Module], bool] = lambda module: False
-
-    def is_list(self, module: Module) -> bool:
-        """Returns whether a module is a list or dict of modules of the framework."""
-        return isinstance(module, self.lists)
-
-    def is_called(self, module: Module) -> bool:
-        """Returns whether a module has the method that a call runs."""
-        return getattr(type(module), self.method) not in self.unset
+    path: str
+    kind: str | None
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +37,41 @@ class Choice:
     """The units of a module.
 
     Attributes:
-        units: path and class name of each, in the order of the module's parts; "" is the module itself.
+        modules: those that are modules, in the order of the module's parts.
         alone: parameters that belong to a module around units. Each is gathered by itself where it is used.
+        total_bytes: of all parameters.
+        advice: warnings, such as for who chose units that hold much of the model, while smaller ones can be chosen.
     """
 
-    units: tuple[tuple[str, str], ...]
-    alone: tuple[str, ...]
+    modules: tuple[Unit, ...]
+    alone: tuple[Unit, ...]
+    total_bytes: int
+    advice: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = []
-        for kind, group in groupby(self.units, key=lambda unit: unit[1]):
-            paths = [path or "the whole module" for path, _ in group]
-            shown = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
-            parts.append(f"{len(paths)} {kind} ({shown})")
-        parts += [f"{path} alone" for path in self.alone]
-        return f"{len(self.units)} units: {', '.join(parts)}"
+        groups = [list(group) for _, group in groupby(self.modules, key=lambda unit: unit.kind)]
+        texts = [self._text(group) for group in groups] + [self._text([unit]) for unit in self.alone]
+        return f"{len(self.modules)} units: {', '.join(texts)}"
+
+    def _text(self, group: list[Unit]) -> str:
+        paths = [unit.path or "the whole module" for unit in group]
+        shown = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
+        name = f"{shown} alone" if group[0].kind is None else f"{len(paths)} {group[0].kind} ({shown})"
+        least, most = min(unit.size_bytes for unit in group), max(unit.size_bytes for unit in group)
+        sizes, shares = [_size(least), _size(most)], [self._share(least), self._share(most)]
+        each = " each" if len(group) > 1 else ""
+        return f"{name} [{' to '.join(dict.fromkeys(sizes))}, {' to '.join(dict.fromkeys(shares))} %{each}]"
+
+    def _share(self, size_bytes: int) -> str:
+        percent = 100 * size_bytes / max(self.total_bytes, 1)
+        return f"{percent:.0f}" if percent >= 1 else "<1"
+
+
+def _size(size_bytes: int) -> str:
+    for exponent, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 1 << exponent:
+            return f"{size_bytes / (1 << exponent):.3g} {name}"
+    return f"{size_bytes} B"
 
 
 def choose(parts: Parts, module: Module, units: Any) -> Choice:
@@ -82,42 +81,45 @@ def choose(parts: Parts, module: Module, units: Any) -> Choice:
         SpecError: an entry selects nothing, or units overlap.
         UsageError: `units` is of an unknown kind, or a unit cannot be called.
     """
-    named = parts.named(module)
-    chosen = _repeated(parts, named) if units is None else _selected(parts, named, units)
+    named, total = parts.named(module), parts.bytes_of(module)
+    names = {id(part): path for path, part in named.items()}  # a part that stands in several places has one name
+    chosen = blocks(parts, module) if units is None else _selected(parts, named, units)
+    around = {id(parts.compiled(part)): part for part in named.values()}  # who chose a module that is called compiled
+    chosen = {names[id(x)]: x for x in (around.get(id(part), part) for part in chosen.values())}
+    _refuse_inside_compiled(parts, named, chosen)
     _check_overlap(parts, chosen)
     without = [f"{path}: {type(m).__name__}" for path, m in chosen.items() if not parts.is_called(m)]
     if without:
         hint = "choose the modules in it: a pattern such as 'layers.*'"
         raise UsageError(message(_NAME, f"a unit has no {parts.method}", without, hint=hint))
-    alone: list[str] = []
-    rest = dict(_left_over(parts, "", module, {id(m) for m in chosen.values()}, alone, set()))
+    alone: dict[str, Any] = {}
+    rest = dict(_left_over(parts, "", module, {id(m) for m in chosen.values()}, alone, set(), total / PARTS_OF_ALL))
     order = {path: place for place, path in enumerate(named)}
     every = sorted({**chosen, **rest}.items(), key=lambda item: order[item[0]])
-    return Choice(tuple((path, type(m).__name__) for path, m in every), tuple(dict.fromkeys(alone)))
+    return Choice(
+        tuple(Unit(path, _kind(parts, m), parts.bytes_of(m)) for path, m in every),
+        tuple(Unit(path, None, parts.size_bytes(x)) for path, x in alone.items()),
+        total,
+        () if units is None else _advice(parts, chosen, total),
+    )
 
 
-def _repeated(parts: Parts, named: Named) -> dict[str, Module]:
-    """The outermost modules with parts of their own whose class stands at least twice in lists of the module."""
-    members = {
-        path: child
-        for prefix, parent in named.items()
-        if parts.is_list(parent)
-        for path, child in _children(parts, prefix, parent)
-        if not parts.is_list(child) and any(parts.children(child)) and _has_parameters(parts, child)
-    }
-    counts = Counter(type(child) for child in {id(child): child for child in members.values()}.values())
-    blocks = {path: child for path, child in members.items() if counts[type(child)] > 1}
-    inner = {id(part) for block in blocks.values() for part in parts.named(block).values() if part is not block}
-    return {path: child for path, child in blocks.items() if id(child) not in inner}
+def _kind(parts: Parts, module: Module) -> str:
+    compiled = parts.compiled(module)
+    return type(module).__name__ if compiled is None else f"compiled {type(compiled).__name__}"
 
 
-def _has_parameters(parts: Parts, module: Module) -> bool:
-    return any(parts.own(part) for part in parts.named(module).values())
-
-
-def _children(parts: Parts, prefix: str, parent: Module) -> Iterator[tuple[str, Module]]:
-    for name, child in parts.children(parent):
-        yield (f"{prefix}.{name}" if prefix else name), child
+def _advice(parts: Parts, chosen: Named, total: int) -> tuple[str, ...]:
+    large = {path: size for path, size in divisible(parts, chosen, total).items() if size > _LARGE}
+    if not large:
+        return ()
+    rule = f"chosen units hold more than 1/{PARTS_OF_ALL} of the bytes each, and consist of blocks"
+    shown = [
+        f"{path or 'the whole module'}: {type(chosen[path]).__name__}, {_size(size)}, {100 * size / total:.0f} %"
+        for path, size in large.items()
+    ]
+    hint = "choose their blocks, as from_module does without `units`; all of a unit is gathered at once"
+    return (message(_NAME, rule, shown, hint=hint),)
 
 
 def _selected(parts: Parts, named: Named, units: Any) -> dict[str, Module]:
@@ -177,18 +179,36 @@ def _check_overlap(parts: Parts, chosen: Named) -> None:
         raise SpecError(message(_NAME, "units overlap", bad, hint=hint))
 
 
+def _refuse_inside_compiled(parts: Parts, named: Named, chosen: Named) -> None:
+    units = {id(unit): path for path, unit in chosen.items()}
+    inside = [
+        f"{units[id(part)]!r} is part of {path or 'the whole module'!r}"
+        for path, module in named.items()
+        if parts.compiled(module) is not None
+        for part in parts.named(module).values()
+        if part is not module and id(part) in units
+    ]
+    if inside:
+        hint = "compile the modules that are units, each by itself, or choose the compiled module"
+        raise UsageError(
+            message(_NAME, "a unit is part of a compiled module, whose graph cannot gather", inside, hint=hint)
+        )
+
+
 def _left_over(
-    parts: Parts, path: str, module: Module, chosen: set[int], alone: list[str], seen: set[int]
+    parts: Parts, path: str, module: Module, chosen: set[int], alone: dict[str, Any], seen: set[int], limit: float
 ) -> Iterable[tuple[str, Module]]:
     """Yields the smallest modules with own parameters that are not in a unit yet; notes parameters that are alone."""
     if id(module) in chosen or id(module) in seen:
         return
     seen.add(id(module))
-    own = [f"{path}.{name}" if path else name for name in parts.own(module)]
-    holds_no_unit = chosen.isdisjoint(id(part) for part in parts.named(module).values())
-    if (own or parts.computes_own(module)) and parts.is_called(module) and holds_no_unit:
-        yield path, module
-        return
-    alone += own
-    for child_path, child in _children(parts, path, module):
-        yield from _left_over(parts, child_path, child, chosen, alone, seen)
+    own = {f"{path}.{name}" if path else name: x for name, x in parts.own(module).items()}
+    is_whole = parts.compiled(module) is not None and parts.has_parameters(module)
+    if (own or is_whole or parts.computes_own(module)) and parts.is_called(module):
+        holds_no_unit = chosen.isdisjoint(id(part) for part in parts.named(module).values())
+        if holds_no_unit and not can_be_divided(parts, module, limit):
+            yield path, module
+            return
+    alone |= {name: x for name, x in own.items() if name not in alone}
+    for child_path, child in parts.paths(path, module):
+        yield from _left_over(parts, child_path, child, chosen, alone, seen, limit)

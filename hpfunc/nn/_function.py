@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from .._errors import LeafError, UsageError, message
 from .._running.context import current_run, current_session
+from .._running.warn_once import warn_once
 from .._values.array import is_sharded
 from ._choose import Choice
 
@@ -133,6 +134,7 @@ class ModuleFunction:
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         _check_paths("params", params, self._skeleton.params)
         _refuse_wrong_training(self._skeleton, params)
+        _warn_about_units(self._skeleton.choice, params)
         call = self._skeleton.call(params, self._modes)
         return call, *self._skeleton.run(call, buffers, self._entry, args, kwargs)
 
@@ -192,6 +194,12 @@ def _refuse_wrong_training(skeleton: Skeleton, params: Mapping[str, Any]) -> Non
             "what is cut of the tensors that from_module gives is marked"
         )
         raise UsageError(message(_NAME, rule, bad, hint=hint))
+
+
+def _warn_about_units(choice: Choice, params: Mapping[str, Any]) -> None:
+    if choice.advice and (sharded := next(filter(is_sharded, params.values()), None)) is not None:
+        for text in choice.advice:
+            warn_once(text, sharded.mesh)
 
 
 def _check_paths(name: str, tree: Any, wanted: Any) -> None:

@@ -45,7 +45,7 @@ def test_what_a_private_file_reads_of_objects_is_looked_up(package: str) -> None
     names = declared(f"backends/{package}/private.py")
     uses = {name.rpartition(".")[2] for name in private_names(package)}
     known = {part for name in names for part in name.split(".")}
-    of_torch = {"_is_param", "_reset_parameters", "_torchdynamo_disable", "_torchdynamo_disable_msg"}
+    of_torch = {"_is_param", "_orig_mod", "_reset_parameters", "_torchdynamo_disable", "_torchdynamo_disable_msg"}
     assert uses - known == (of_torch | {"_group_start", "_group_end"} if package == "torch" else set())
 
 

@@ -155,6 +155,12 @@ def a_unit_without_forward(rank: int) -> Any:
     return lambda: hp.from_module(stack(), nn.ModuleList), None
 
 
+def a_unit_inside_of_a_compiled_module(rank: int) -> Any:
+    module: Any = stack()
+    module.blocks[1] = torch.compile(module.blocks[1], backend="eager")
+    return lambda: hp.from_module(module, nn.Linear), None
+
+
 # --- which modules ----------------------------------------------------------------------------------------------------
 def a_module_that_is_none(rank: int) -> Any:
     return lambda: hp.from_module(torch.tanh), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ def statistics(rank: int) -> dict[str, Any]:
 
 def test_statistics_come_back_and_the_cell_is_not_changed(pool: Callable[..., Pool]) -> None:
     for found in pool(4, "mindspore").run(statistics):
-        assert found.pop("text") == (
+        assert re.sub(r" \[.*?%( each)?\]", "", found.pop("text")) == (
             "Convolutional.construct: 5 units: 1 Conv2d (stem.0), 1 BatchNorm2d (stem.1), "
             "2 Residual (layer.0 to layer.1), 1 Dense (head)"
         )
@@ -95,7 +96,7 @@ def behaviour(rank: int) -> dict[str, Any]:
     found["hooks"] = same(apply(arrays, tokens), cell(tokens)) and seen == [(3, 5, 8)] * 2
     frozen = hp.partition(params, lambda path, w: not w.requires_grad)[0]
     found["frozen"] = [path for path, w in frozen.items() if w is not None] == ["embed.embedding_table"]
-    found["choice"] = str(apply).startswith("Transformer.construct: 11 units: 1 Embedding (embed), 2 LayerNorm")
+    found["choice"] = str(apply).startswith("Transformer.construct: 11 units: 1 Embedding (embed) [")
 
     mindspore.set_seed(4)  # the same cell on all ranks
     cell = cells.Transformer(0.5).set_train(True)

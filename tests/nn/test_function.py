@@ -202,7 +202,7 @@ def test_a_parametrized_weight_gives_the_bits_of_the_module(mesh: hp.Mesh) -> No
 
 
 # --- which units ------------------------------------------------------------------------------------------------------
-STACK = "3 units: 3 Block (blocks.0 to blocks.2)"
+STACK = "3 units: 3 Block (blocks.0 to blocks.2) [568 B, 33 % each]"
 
 
 @pytest.mark.parametrize(
@@ -213,24 +213,26 @@ STACK = "3 units: 3 Block (blocks.0 to blocks.2)"
         (Stack, [Block], f"Stack.forward: {STACK}"),
         (Stack, "blocks.?", f"Stack.forward: {STACK}"),
         (Stack, lambda path, module: path.count(".") == 1, f"Stack.forward: {STACK}"),
-        (Stack, Stack, "Stack.forward: 1 units: 1 Stack (the whole module)"),
-        (Many, None, "Many.forward: 2 units: 2 ManyBlock (blocks.0 to blocks.1)"),
+        (Stack, Stack, "Stack.forward: 1 units: 1 Stack (the whole module) [1.66 KiB, 100 %]"),
+        (Many, None, "Many.forward: 2 units: 2 ManyBlock (blocks.0 to blocks.1) [568 B, 50 % each]"),
         (
             Tied,
             None,
-            "Tied.forward: 5 units: 1 Linear (embed), 3 Block (stack.blocks.0 to stack.blocks.2), 1 Linear (head), "
-            "gain alone",
+            "Tied.forward: 5 units: 1 Linear (embed) [144 B, 8 %], 3 Block (stack.blocks.0 to stack.blocks.2) "
+            "[568 B, 30 % each], 1 Linear (head) [168 B, 9 %], gain alone [24 B, 1 %]",
         ),
         (
             Convolutional,
             ["layer?", "stem"],
-            "Convolutional.forward: 4 units: 3 Sequential (stem to layer2), 1 Linear (fc)",
+            "Convolutional.forward: 4 units: 3 Sequential (stem to layer2) [580 B to 3.67 KiB, 10 to 66 % each], "
+            "1 Linear (fc) [60 B, 1 %]",
         ),
         (
             Convolutional,
             None,
-            "Convolutional.forward: 7 units: 1 Conv2d (stem.0), 1 BatchNorm2d (stem.1), "
-            "2 Residual (layer1.0 to layer1.1), 1 Conv2d (layer2.0), 1 Residual (layer2.1), 1 Linear (fc)",
+            "Convolutional.forward: 7 units: 1 Conv2d (stem.0) [540 B, 9 %], 1 BatchNorm2d (stem.1) [40 B, <1 %], "
+            "2 Residual (layer1.0 to layer1.1) [1.84 KiB, 33 % each], 1 Conv2d (layer2.0) [96 B, 2 %], "
+            "1 Residual (layer2.1) [1.19 KiB, 21 %], 1 Linear (fc) [60 B, 1 %]",
         ),
     ],
 )

@@ -76,6 +76,28 @@ class Outside(Tied):
         return F.linear(self.stack(x), self.embed.weight.t() * self.gain, self.head.bias) + self.embed.weight.sum()
 
 
+class Positions(nn.Module):
+    """Returns its parameter, or a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(2.0 * WIDTH).reshape(2, WIDTH) / 10)
+
+    def forward(self, row: int | None = None) -> Tensor:
+        return self.table if row is None else self.table[row]
+
+
+class Placed(Stack):
+    """What a module gives to its blocks is a parameter of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions(1)) * self.positions().sum(0)
+
+
 class Pair(NamedTuple):
     first: Tensor
     second: dict[str, Any]
@@ -174,6 +196,8 @@ CASES: dict[str, Case] = {
     "tied": Case(Tied),
     "outside": Case(Outside),
     "many": Case(Many, with_mask=True),
+    "a parameter that its module returns": Case(Placed),
+    "a parameter that its module returns, computed again": Case(Placed, remat=True),
     "checkpointed": Case(Checkpointed),
     "batch norm": Case(Convolutional, shape=(4, 3, 6, 6)),
     "batch norm computed again": Case(Convolutional, shape=(4, 3, 6, 6), remat=True),

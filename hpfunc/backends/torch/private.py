@@ -6,6 +6,7 @@ by one error with their names. What hpfunc relies on of each is told, and tested
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -83,6 +84,7 @@ tree_map_only = _find("torch.utils._pytree", "tree_map_only")
 tree_unflatten = _find("torch.utils._pytree", "tree_unflatten")
 parameters_of = _getter("torch.nn", "Module()._parameters")
 buffers_of = _getter("torch.nn", "Module()._buffers")
+_call_in_place = _getter("torch.nn", "Module()._compiled_call_impl")
 _find("torch.amp", "GradScaler._found_inf_per_device")
 _set_strategy = _find("torch._C._dynamo.eval_frame", "set_code_exec_strategy")
 _strategy = _find("torch._C._dynamo.eval_frame", "_FrameExecStrategy")
@@ -103,6 +105,17 @@ def run_uncompiled(fn: Any, reason: str) -> None:
     """Makes a function run as it is when a compiled function calls it. See Note [Compiled callers]."""
     fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason  # the tracer looks at these,
     _set_strategy(fn.__code__, _strategy(_skip, _skip))  # and a frame that begins at the strategy of its code
+
+
+def compiled(module: Any) -> Any:
+    """Returns the module that `torch.compile` made this one of; None for any other. The compiler is not imported."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return module._orig_mod if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
+
+
+def is_compiled_in_place(module: Any) -> bool:
+    """Returns whether `Module.compile` was called. A copy of the module is not compiled."""
+    return _call_in_place(module) is not None
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

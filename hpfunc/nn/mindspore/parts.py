@@ -9,10 +9,13 @@ a buffer (`Cell.register_buffer`).
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from mindspore import nn
 
 from ...backends.mindspore.private import params_of
-from .._choose import Parts
+from .._parts import Parts
 
 STATE = frozenset({"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"})
 
@@ -22,8 +25,8 @@ def is_state(name: str, parameter: object) -> bool:
     return name in STATE and not getattr(parameter, "requires_grad", False)
 
 
-def _own(cell: nn.Cell) -> list[str]:
-    return [name for name, x in params_of(cell).items() if x is not None and not is_state(name, x)]
+def _own(cell: nn.Cell) -> dict[str, Any]:
+    return {name: x for name, x in params_of(cell).items() if x is not None and not is_state(name, x)}
 
 
 PARTS = Parts(
@@ -34,4 +37,5 @@ PARTS = Parts(
     named=lambda cell: dict(cell.cells_and_names()),
     children=lambda cell: cell.name_cells().items(),
     own=_own,
+    size_bytes=lambda parameter: math.prod(parameter.shape) * parameter.itemsize,
 )

@@ -140,8 +140,8 @@ class CellSkeleton:
         self._buffers = self._slots(self._cells, is_buffer=True)
         self._looked: set[tuple[tuple[bool, ...], str]] = set()
         self.modes = self._read_modes()
-        for path, _ in choice.units:
-            self._make_unit(path, named[path])
+        for chosen in choice.modules:
+            self._make_unit(chosen.path, named[chosen.path])
 
     def _read_modes(self) -> tuple[bool, ...]:
         return tuple(part.training for part in self._cells)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,9 @@ from ..._errors import LeafError, UsageError, message
 from ..._transforms.shard import init
 from ..._values.mesh import Mesh, PartitionSpec
 from ...backends.torch import private
-from .._choose import Parts, choose
+from .._choose import choose
 from .._function import ModuleFunction
+from .._parts import Parts
 from .._slots import replacements, whole
 from .skeleton import ModuleSkeleton, named_tensors
 
@@ -28,25 +30,31 @@ PARTS = Parts(
     unset=(nn.Module.forward,),
     named=lambda module: dict(module.named_modules()),
     children=lambda module: module.named_children(),
-    own=lambda module: [name for name, x in private.parameters_of(module).items() if x is not None],
+    own=lambda module: {name: x for name, x in private.parameters_of(module).items() if x is not None},
+    size_bytes=lambda parameter: parameter.numel() * parameter.element_size(),
     computes_own=is_parametrized,
+    compiled=private.compiled,
 )
 _FROM, _INIT, _TO = "hpfunc.from_module", "hpfunc.init_module", "hpfunc.to_module"
 
 
-def _check_module(function: str, module: Any) -> None:
+def _checked(function: str, module: Any) -> nn.Module:
+    """Returns a module, or the one that it calls compiled. See Note [Compiled modules] in `nn.torch.skeleton`."""
     if not isinstance(module, nn.Module):
         raise LeafError(message(function, f"a torch.nn.Module is wanted, got {type(module).__name__}"))
+    compiled = private.compiled(module)
+    return module if compiled is None else compiled
 
 
 def from_module(module: nn.Module, units: Any, remat: bool) -> tuple[ModuleFunction, dict[str, Tensor]]:
     """See `hpfunc.from_module`."""
-    _check_module(_FROM, module)
+    given_module, module = module, _checked(_FROM, module)
     params, buffers = named_tensors(module)
     _refuse_shared_memory(_FROM, params)
     # Parameters: a tensor that wants no gradient is a frozen array only if it is one. See `_transforms.freeze`.
     given: dict[str, Tensor] = {path: nn.Parameter(x.detach(), x.requires_grad) for path, x in params.items()}
-    return _function(module, units, {path: x.detach().clone() for path, x in buffers.items()}, remat), given
+    initial = {path: x.detach().clone() for path, x in buffers.items()}
+    return _function(module, units, initial, remat, is_compiled=module is not given_module), given
 
 
 def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
@@ -65,8 +73,17 @@ def _refuse_shared_memory(function: str, params: Mapping[str, Tensor]) -> None:
         raise UsageError(message(function, "parameters share memory, and are not one parameter", bad, hint=hint))
 
 
-def _function(module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool) -> ModuleFunction:
-    skeleton = ModuleSkeleton(module, choose(PARTS, module, units), buffers, remat=remat)
+def _function(
+    module: nn.Module, units: Any, buffers: dict[str, Tensor], remat: bool, *, is_compiled: bool = False
+) -> ModuleFunction:
+    choice = choose(PARTS, module, units)
+    uncompiled = ["the whole module"] if is_compiled else []
+    uncompiled += [path or "the whole module" for path, x in module.named_modules() if private.is_compiled_in_place(x)]
+    if uncompiled:
+        rule = "these are compiled around units, or in place, and run uncompiled"
+        hint = "compile each layer, which is kept: model.layers[i] = torch.compile(model.layers[i])"
+        choice = replace(choice, advice=(*choice.advice, message(_FROM, rule, uncompiled, hint=hint)))
+    skeleton = ModuleSkeleton(module, choice, buffers, remat=remat)
     return ModuleFunction(skeleton, buffers, skeleton.modes, PARTS.method)
 
 
@@ -78,16 +95,16 @@ def init_module(
 
     def build() -> Any:
         module = _initialised(source, mesh, init_fn) if isinstance(source, nn.Module) else source()
-        _check_module(_INIT, module)
+        params, buffers = named_tensors(_checked(_INIT, module))
         built.append(module)
-        params, buffers = named_tensors(module)
         # Not detached: a `detach` here would be the last recorded operator, and keep all of them whole until then.
         return {"params": params, "buffers": buffers}
 
     made = init(build, mesh, {"params": specs, "buffers": PartitionSpec()})
-    _refuse_shared_memory(_INIT, named_tensors(built[0])[0])
+    module = _checked(_INIT, built[0])
+    _refuse_shared_memory(_INIT, named_tensors(module)[0])
     buffers = {path: array.local for path, array in made["buffers"].items()}
-    return _function(built[0], units, buffers, remat), made["params"]
+    return _function(module, units, buffers, remat, is_compiled=module is not built[0]), made["params"]
 
 
 def _initialised(source: nn.Module, mesh: Mesh, init_fn: Callable[[nn.Module], None] | None) -> nn.Module:
@@ -136,8 +153,7 @@ def _reset(part: nn.Module) -> None:
 
 def to_module(params: Mapping[str, Any], module: nn.Module, buffers: Mapping[str, Tensor] | None) -> nn.Module:
     """See `hpfunc.to_module`."""
-    _check_module(_TO, module)
-    pairs = replacements(named_tensors(module), params, buffers)
+    pairs = replacements(named_tensors(_checked(_TO, module)), params, buffers)
     meta = [path for path, x, _ in pairs if x.is_meta]
     if meta:
         hint = "module.to_empty(device=...) gives it memory"

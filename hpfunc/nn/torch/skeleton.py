@@ -5,6 +5,12 @@ The caller's module is never changed. Its copy has stand-ins for parameters. Eac
 ours, which calls `hpfunc.unit` with the parameters of the unit and puts the whole weights into their places during the
 call. Hooks are called as before: they are the caller's own objects, not copies.
 
+# Note [Compiled modules]
+A layer that `torch.compile` made is a unit as a whole: the compiled call reads the weights of the module in it, where
+the whole ones are while the unit runs. Nothing inside of it can be a unit, because a graph cannot gather. So a model
+that is compiled as a whole counts as the module in it, with the names of that one; and `Module.compile` is lost in a
+copy. Both are warned of.
+
 # Note [Buffers of a unit]
 A unit may run a second time in backward, after its call has ended. So it gets its buffers as arguments, works on copies
 of them, and returns the copies: a second run starts from the same values, and counts nothing twice.
@@ -29,6 +35,7 @@ from ..._transforms.unit import unit_around
 from ..._values.array import ShardedArray, is_sharded
 from ...backends.torch import private
 from ...backends.torch.abstract import is_abstract
+from ...backends.torch.saved_tensors import storage_of
 from .._choose import Choice
 from .._slots import NAME, Part, Slot, computing, copy_of, filled, owners_of_hooks, refuse_writes
 from .inside import Home, Reopening, refuse_own_backward
@@ -61,6 +68,8 @@ def _copied(module: nn.Module, params: Tensors, buffers: Tensors, initial: Tenso
     memo |= owners_of_hooks(parts, (x for part in parts for x in vars(part).values() if isinstance(x, dict)))
     for part in parts:
         values = vars(part).values()
+        if private.compiled(part) is not None:  # how it is compiled is the caller's own object, not a copy
+            memo |= {id(x): x for x in values if callable(x) and not isinstance(x, nn.Module)}
         memo |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and x.grad_fn is not None}
     return copy_of(module, memo, "module")
 
@@ -83,8 +92,8 @@ class ModuleSkeleton:
         self._compared: set[tuple[tuple[bool, ...], str]] = set()
         self.modes = self._read_modes()
         named = dict(self.module.named_modules())
-        for path, _ in choice.units:
-            self._make_unit(path, named[path])
+        for chosen in choice.modules:
+            self._make_unit(chosen.path, named[chosen.path])
         del self._names  # keyed by identity of tensors that are held up to here only
 
     def _settle(self, initial: Tensors) -> None:
@@ -199,7 +208,7 @@ class ModuleSkeleton:
             nonlocal spec, changed
             outputs, after, changed = _compute(part, original, call, weights, hpfunc_buffers, args, kwargs)
             leaves, spec = private.tree_flatten(outputs, is_leaf=_is_opaque)
-            return leaves, after
+            return _without_weights(leaves, weights), after
 
         run = body
         if any(is_sharded(x) for x in weights.values()):
@@ -225,6 +234,12 @@ def _written(after: Tensors, before: Mapping[str, tuple[Tensor, int]]) -> set[st
 def _is_opaque(value: Any) -> bool:
     # Outputs are taken apart so that backward sees their tensors; a cache that a unit fills must stay the same object.
     return not isinstance(value, tuple | list | dict)
+
+
+def _without_weights(leaves: list[Any], weights: Tensors) -> list[Any]:
+    # A module of position embeddings returns its parameter, and a whole weight does not outlive the unit.
+    known = {storage_of(x) for x in weights.values()}
+    return [x.clone() if isinstance(x, Tensor) and storage_of(x) in known else x for x in leaves]
 
 
 def _compute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hpfunc.backends.torch import private
 from tests.backends.private.rows import promise
 
 
@@ -92,6 +94,25 @@ def skipped_code() -> None:
 
     eval_frame.set_code_exec_strategy(plain.__code__, strategy)
     assert plain(1) == 2
+
+
+@promise("is the module that `torch.compile` was given, and a part of what it returned", "*._orig_mod")
+def compiled_module() -> None:
+    module = torch.nn.Linear(1, 1)
+    compiled: Any = torch.compile(module, backend="eager")
+    assert private.compiled(compiled) is module
+    assert dict(compiled.named_children()) == {"_orig_mod": module}
+    assert "forward" in vars(compiled)
+    assert private.compiled(module) is None
+
+
+@promise("says that a module was compiled in place, which a copy is not", "torch.nn.Module()._compiled_call_impl")
+def compiled_in_place() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert not private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert private.is_compiled_in_place(module)
+    assert not private.is_compiled_in_place(copy.deepcopy(module))
 
 
 @promise("is asked by the compiler's tracer of a function that it is about to enter", "*._torchdynamo_disable")
