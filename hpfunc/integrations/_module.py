@@ -121,6 +121,7 @@ class ShardedModule(torch.nn.Module):
                 x.grad.mul_(scale)
             if before is not None:
                 x.grad.add_(before)
+        self.bound.note_gradients()
 
     def clip(self, max_norm: float) -> Tensor:
         """Scales the ``.grad`` to a global norm, as `torch.nn.utils.clip_grad_norm_`, and returns the norm before."""
@@ -128,6 +129,7 @@ class ShardedModule(torch.nn.Module):
         pairs = zip(arrays, self.bound.parameters, strict=True)
         norm = global_norm([array.with_local(x.grad) for array, x in pairs if x.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(self.bound.parameters, max_norm, norm)
+        self.bound.note_gradients()
         return norm
 
     def check(self, function: str, optimizer: Any) -> Any:

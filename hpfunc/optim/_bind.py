@@ -46,7 +46,9 @@ class Bound:
     def set_grads(self, grads: Any) -> None:
         """Makes gradients the ``.grad`` of the parameters, without a copy where the dtypes are equal.
 
-        A torch optimizer may write into a ``.grad``, so do not use the gradients afterwards.
+        A torch optimizer may write into a ``.grad``, so do not use the gradients afterwards. Where weights are cut,
+        the step of an optimizer raises UsageError if something else has changed a ``.grad`` since, such as torch's
+        clipping, which takes the norm of this rank's part.
 
         Args:
             grads: a tree like `params`, as `value_and_grad` returns it.
@@ -63,6 +65,24 @@ class Bound:
         values = ops.writable(ops.cast(gradients.locals, list(self.parameters)))  # torch may write into them
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.grad = value.detach()
+        self.note_gradients()
+
+    def note_gradients(self, *, is_unscaled: bool = False) -> None:
+        """Says that the ``.grad`` of the parameters are right as they are: an optimizer's step refuses others.
+
+        `set_grads` and `unscale` do so. What else changes a ``.grad`` sees this rank's part alone: call this after it,
+        if each element is what it would be in one process.
+
+        Args:
+            is_unscaled: whether a `GradScaler` has looked at them, and all ranks know what it found.
+
+        Communication: none.
+        """
+        from ..backends.torch.optimizer_steps import note_gradients
+
+        leaves = leaves_of(_NAME, "params", self.params)[0].leaves
+        if any(leaf.mesh.axis_size(leaf.spec.axes) > 1 for leaf in leaves):
+            note_gradients(self.parameters, self.names, is_unscaled=is_unscaled)
 
     def unscale(self, scaler: Any, optimizer: Any) -> None:
         """Calls ``scaler.unscale_(optimizer)`` and tells all ranks if one of them found an overflow.
@@ -83,6 +103,7 @@ class Bound:
         mesh = leaves_of(_NAME, "params", self.params)[0].leaves[0].mesh
         for found in private.found_inf(scaler, optimizer).values():
             found.copy_(pmax(found, mesh.axis_names, mesh=mesh))
+        self.note_gradients(is_unscaled=True)
 
     def state(self, optimizer: Any) -> dict[str, Any]:
         """Returns what a checkpoint of this training has to hold, as a tree for `hpfunc.checkpoint.save`.

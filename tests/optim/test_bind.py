@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import optree
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_an_imperative_loop_trains_as_one_process(pool, mesh):
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(found, expected, strict=True))
 
 
-def overflowing(rank, shares):
+def overflowing(rank):
     mesh = mesh_of((4,), ("shard",))
     bound = optim.bind(hp.shard({"w": torch.ones(3)}, mesh, hp.P("shard")))  # the last rank has no element
     optimizer = torch.optim.SGD(bound.parameters, lr=0.5)
@@ -76,8 +78,7 @@ def overflowing(rank, shares):
             gradient.fill_(torch.inf)
         bound.set_grads({"w": bound.params["w"].with_local(gradient)})
         scaler.scale(torch.ones(()))  # a loop scales its loss
-        if shares:
-            bound.unscale(scaler, optimizer)
+        bound.unscale(scaler, optimizer)
         scaler.step(optimizer)
         scaler.update()
         found.append((bound.params["w"].local.tolist(), scaler.get_scale()))
@@ -86,12 +87,102 @@ def overflowing(rank, shares):
 
 @pytest.mark.processes
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool):
-    first, second, third = zip(*pool(4).run(overflowing, True), strict=True)
+    first, second, third = zip(*pool(4).run(overflowing), strict=True)
     assert first == (([0.5], 16.0),) * 3 + (([], 16.0),)
     assert second == (([0.5], 8.0),) * 3 + (([], 8.0),)
     assert third == (([0.0], 16.0),) * 3 + (([], 16.0),)
-    alone = pool(4).run(overflowing, False)
-    assert len({found[1][1] for found in alone}) == 2  # without `unscale` the scales of the ranks part
+
+
+class _Changes:
+    """What a loop may do between `set_grads` and the step. Each would part the ranks, or is elementwise and says so."""
+
+    @staticmethod
+    def clip_by_norm(bound, optimizer):
+        torch.nn.utils.clip_grad_norm_(bound.parameters, 0.5)
+
+    @staticmethod
+    def clip_by_value(bound, optimizer):
+        torch.nn.utils.clip_grad_value_(bound.parameters, 0.5)
+
+    @staticmethod
+    def scale(bound, optimizer):
+        for x in bound.parameters:
+            x.grad = x.grad / x.grad.norm()
+
+    @staticmethod
+    def scaled_step(bound, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+
+
+def changed(rank, name, kind, spec):
+    mesh = mesh_of((2,), ("shard",))
+    bound = optim.bind(hp.shard({"w": torch.ones(4), "b": torch.ones(3)}, mesh, spec))
+    optimizer = {
+        "sgd": lambda: torch.optim.SGD(bound.parameters, lr=0.5),
+        "fused": lambda: torch.optim.AdamW(bound.parameters, lr=0.5, fused=True),
+        "foreach": lambda: torch.optim.AdamW(bound.parameters, lr=0.5, foreach=True),
+    }[kind]()
+
+    def step():
+        bound.set_grads(optree.tree_map(lambda x: x * (1.0 + rank), bound.params))
+        getattr(_Changes, name)(bound, optimizer)
+        optimizer.step()
+
+    before = [x.detach().clone() for x in bound.parameters]
+    text = outcome(step)
+    return text, all(torch.equal(x, y) for x, y in zip(before, bound.parameters, strict=True))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["clip_by_norm", "clip_by_value", "scale"], ["sgd", "fused", "foreach"]),
+        ("scaled_step", "fused"),  # a scaler tells no other optimizer what it found
+    ],
+)
+def test_gradients_that_a_rank_changed_by_itself_are_refused(pool, name, kind):
+    for text, is_unchanged in pool(2).run(changed, name, kind, hp.P("shard")):
+        assert text.startswith("UsageError: hpfunc.optim.bind: ")
+        assert "  b\n  w\n" in text
+        assert is_unchanged
+
+
+@pytest.mark.processes
+def test_gradients_of_whole_weights_may_be_changed(pool):
+    assert [text for text, _ in pool(2).run(changed, "clip_by_norm", "sgd", hp.P())] == ["returned"] * 2
+
+
+def changed_by_element(rank):
+    mesh = mesh_of((2,), ("shard",))
+    bound = optim.bind(hp.shard({"w": torch.ones(4)}, mesh, hp.P("shard")))
+    optimizer = torch.optim.SGD(bound.parameters, lr=0.5)
+    for _ in range(2):
+        bound.set_grads(optree.tree_map(torch.clone, bound.params))
+        torch.nn.utils.clip_grad_value_(bound.parameters, 0.25)
+        bound.note_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients it does nothing
+    return [x.tolist() for x in bound.parameters]
+
+
+@pytest.mark.processes
+def test_gradients_that_are_noted_may_be_changed(pool):
+    assert pool(2).run(changed_by_element) == [[[0.75, 0.75]]] * 2
+
+
+def test_an_optimizer_of_the_leaves_of_a_tree_is_warned_of():
+    mesh = hp.make_mesh((1,), ("shard",))
+    params = hp.shard({"w": torch.ones(2)}, mesh, hp.P("shard"))
+    optimizer = torch.optim.SGD(optree.tree_leaves(params), lr=0.5)
+    with pytest.warns(hp.HpfuncWarning, match=r"none of its parameters has a gradient.*\n*.*hpfunc.optim.bind"):
+        optimizer.step()
+    frozen = torch.nn.Linear(2, 2)
+    frozen.bias.requires_grad_(False)
+    torch.optim.SGD(frozen.parameters(), lr=0.5).step()  # one of them may have a gradient some time
 
 
 def test_a_scaler_that_is_not_enabled_does_nothing():

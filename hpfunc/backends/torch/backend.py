@@ -29,6 +29,7 @@ from .digest import digest
 from .foreach import TorchForeach
 from .groups import Groups
 from .linear import is_transformed, linear
+from .optimizer_steps import look_before_steps
 from .streams import HostPending, HostStreams, device_streams
 
 # Note [One collective at a time]
@@ -44,6 +45,7 @@ class TorchBackend:
     foreach: Foreach = TorchForeach()
 
     def __init__(self) -> None:
+        look_before_steps()
         self.counters = Counters()
         self._groups = Groups()
         self._streams: dict[str, HostStreams | DeviceStreams] = {}
