@@ -6,13 +6,11 @@ from collections.abc import Mapping
 
 from .rule import Rule, keep, missing, remove, write
 
-_CLIP = (
-    "clip = hp.clip_by_global_norm({max_norm})\ngrads, _ = clip.update(grads, clip.init(bound.params), bound.params)"
-)
+_CLIP = "grads = hp.clip_with_norm(grads, {max_norm}, hp.global_norm(grads))"
 _DEFAULT = remove("that is the default")
 _NUMERICS = "goes to hp.value_and_grad(loss_fn, numerics=numerics)"
 _ACCUMULATE = write("grad_fn = hp.accumulate(hp.value_and_grad(loss_fn), {value})", "takes a whole batch, and cuts it")
-_RANK_0 = write("if mesh.rank == 0:")
+_RANK_0 = write("if mesh.is_main:")
 _OWN_PART = remove("each rank loads what its sampler gives it; hpfunc does not touch data loaders")
 _CHECKPOINT = remove("hp.checkpoint loads onto any mesh")
 _OFFLOAD = missing("weights and optimizer state stay on the device")
@@ -20,7 +18,7 @@ _UNITS = write("hp.from_module(model, units=...)", "a class, a pattern of paths,
 _SAVE = 'hp.checkpoint.save({arg}, {{"params": bound.params, ...}}, step=step)'
 _LOAD = 'state = hp.checkpoint.load({arg}, like={{"params": bound.params, ...}})'
 _OWN_TRACKER = write(
-    "writer = SummaryWriter(...) if mesh.rank == 0 else None",
+    "writer = SummaryWriter(...) if mesh.is_main else None",
     "of torch.utils.tensorboard, or of your tracker",
 )
 
@@ -119,7 +117,7 @@ NAMES: Mapping[str, Rule] = {
     "accelerate.DistributedType": remove("there is one way on all devices"),
     "accelerate.PartialState": write('mesh = hp.make_mesh((-1,), ("shard",))'),
     "accelerate.AcceleratorState": write('mesh = hp.make_mesh((-1,), ("shard",))'),
-    "accelerate.logging.get_logger": write("logging.getLogger(__name__)", "log on mesh.rank == 0"),
+    "accelerate.logging.get_logger": write("logging.getLogger(__name__)", "log on mesh.is_main"),
     "accelerate.set_seed": write("torch.manual_seed({arg})", "hp.init draws with the first rank's generators"),
     "accelerate.init_empty_weights": write('apply, params = hp.init_module(build, mesh, hp.P("shard"))'),
     "accelerate.load_checkpoint_and_dispatch": write("hp.checkpoint.import_safetensors(files, like=params)"),
@@ -141,14 +139,16 @@ NAMES: Mapping[str, Rule] = {
 METHODS: Mapping[str, Rule] = {
     "prepare": write(
         'apply, params = hp.from_module({model})\nbound = hp.optim.bind(hp.shard(params, mesh, hp.P("shard")))',
-        "make the optimizer of bound.parameters, and the loader with a sampler for mesh.rank of mesh.size",
+        "make the optimizer of bound.parameters, and the loader with a sampler for mesh.data_rank",
     ),
     "prepare_model": write(
         'apply, params = hp.from_module({arg})\nbound = hp.optim.bind(hp.shard(params, mesh, hp.P("shard")))'
     ),
     "prepare_optimizer": remove("make it of bound.parameters"),
     "prepare_scheduler": remove("make it of the optimizer; it steps as often as you call it"),
-    "prepare_data_loader": write("DistributedSampler(dataset, mesh.size, mesh.rank)", "of torch.utils.data"),
+    "prepare_data_loader": write(
+        "DistributedSampler(dataset, mesh.num_data_ranks, mesh.data_rank)", "of torch.utils.data"
+    ),
     "backward": write("bound.set_grads(grads)", "loss and gradients come from grad_fn: see the loop below"),
     "accumulate": write(
         "grad_fn = hp.accumulate(hp.value_and_grad(loss_fn), num_microbatches)", "takes a whole batch, and cuts it"
@@ -164,7 +164,7 @@ METHODS: Mapping[str, Rule] = {
     "gather": write("hp.all_gather({arg}, mesh.data_axes, tiled=True, mesh=mesh)"),
     "gather_for_metrics": write(
         "hp.all_gather({arg}, mesh.data_axes, tiled=True, mesh=mesh)",
-        "cut off what a sampler repeats at the end; or sum what you count: hp.psum(correct, ...)",
+        "or sum what you count: hp.loop.reduce_metrics({{'correct': correct}}, mesh, 'sum')",
     ),
     "reduce": write("hp.psum({arg}, mesh.data_axes, mesh=mesh)", "or hp.pmean"),
     "pad_across_processes": missing("pad to a length that all ranks know before hp.all_gather"),
@@ -173,28 +173,30 @@ METHODS: Mapping[str, Rule] = {
     "save_model": write(
         "hp.checkpoint.export_safetensors(checkpoint, file)", "of a saved checkpoint, by one process, without the model"
     ),
-    "save": write("if mesh.rank == 0: torch.save({arg}, ...)"),
+    "save": write("if mesh.is_main: torch.save({arg}, ...)"),
     "save_state": write(_SAVE, "what else the loop needs is in the same tree: numbers, strings, hp.checkpoint.PerRank"),
     "load_state": write(_LOAD, "hp.checkpoint.latest(folder) is its step, or None"),
     "register_for_checkpointing": write("hp.checkpoint.save(folder, {{..., 'more': {arg}.state_dict()}})"),
     "register_save_state_pre_hook": remove("save what you want in the tree"),
     "register_load_state_pre_hook": remove("load what you want from the tree"),
     "skip_first_batches": keep("on a data loader of your own: accelerate.skip_first_batches"),
-    "print": write("if mesh.rank == 0: print(...)"),
-    "wait_for_everyone": write("torch.distributed.barrier()", "outside of steps; saving and making arrays need none"),
+    "print": write("if mesh.is_main: print(...)"),
+    "wait_for_everyone": write("hp.loop.barrier(mesh)", "saving and making arrays need none"),
     "on_main_process": _RANK_0,
     "on_local_main_process": _RANK_0,
     "on_process": write("if mesh.rank == ...:"),
     "on_local_process": write('if int(os.environ["LOCAL_RANK"]) == ...:'),
     "on_last_process": write("if mesh.rank == mesh.size - 1:"),
-    "main_process_first": write("torch.distributed.barrier()", "before it on all ranks but the first, after it there"),
-    "local_main_process_first": write("torch.distributed.barrier()", "before it on all ranks but the first"),
+    "main_process_first": write("hp.loop.barrier(mesh)", "before it on all ranks but the first, after it there"),
+    "local_main_process_first": write("hp.loop.barrier(mesh)", "before it on all ranks but the first"),
     "split_between_processes": write("inputs[mesh.rank :: mesh.size]"),
-    "join_uneven_inputs": missing("ranks with fewer batches: see the page on training scripts"),
+    "join_uneven_inputs": write(
+        "hp.loop.even_batches(loader, mesh, fill=...)", "all ranks get the same number of batches"
+    ),
     "init_trackers": _OWN_TRACKER,
     "get_tracker": _OWN_TRACKER,
-    "log": write("writer.add_scalar(...)", "on mesh.rank == 0"),
-    "end_training": write("writer.close()", "on mesh.rank == 0"),
+    "log": write("writer.add_scalar(...)", "on mesh.is_main"),
+    "end_training": write("writer.close()", "on mesh.is_main"),
     "autocast": write("numerics = hp.Numerics(param_dtype=..., cast_inputs=True)", _NUMERICS),
     "profile": write("torch.profiler.profile(...)", "torch's own"),
     "free_memory": remove("delete the variables"),
@@ -212,7 +214,7 @@ ATTRIBUTES: Mapping[str, Rule] = {
     "num_processes": write("mesh.size"),
     "process_index": write("mesh.rank"),
     "local_process_index": write('int(os.environ["LOCAL_RANK"])'),
-    "is_main_process": write("mesh.rank == 0"),
+    "is_main_process": write("mesh.is_main"),
     "is_local_main_process": write('int(os.environ.get("LOCAL_RANK", 0)) == 0'),
     "is_last_process": write("mesh.rank == mesh.size - 1"),
     "sync_gradients": remove("each call of grad_fn is one whole step"),

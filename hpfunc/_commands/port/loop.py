@@ -235,8 +235,8 @@ def _after(script: Script, found: _Backward) -> Iterator[str]:
             is_method = script.role(cast(ast.Attribute, node.func).value) == "model"
             values = [ast.unparse(value) for value in node.args[0 if is_method else 1 :][:1]]
             values += [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "max_norm"]
-            yield f"clip = hp.clip_by_global_norm({values[0] if values else 'max_norm'})"
-            yield "grads, _ = clip.update(grads, clip.init(bound.params), bound.params)"
+            limit = values[0] if values else "max_norm"
+            yield f"grads = hp.clip_with_norm(grads, {limit}, hp.global_norm(grads))"
     yield "bound.set_grads(grads)"
     for statement in found.after:
         if isinstance(statement, ast.If) and any(_is_method(node, "step") for node in ast.walk(statement)):

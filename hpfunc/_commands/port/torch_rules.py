@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from .rule import Rule, keep, missing, remove, write
 
 _FROM_MODULE = 'apply, params = hp.from_module({arg})\nbound = hp.optim.bind(hp.shard(params, mesh, hp.P("shard")))'
-_CLIP = (
-    "clip = hp.clip_by_global_norm({max_norm})\ngrads, _ = clip.update(grads, clip.init(bound.params), bound.params)"
-)
+_CLIP = "grads = hp.clip_with_norm(grads, {max_norm}, hp.global_norm(grads))"
 _DEFAULT = remove("that is the default")
 _MESH = write("mesh", "the mesh is given to hp.shard and hp.sharded")
 _NUMERICS = write("numerics", "goes to hp.value_and_grad(loss_fn, numerics=numerics)")
@@ -156,7 +154,7 @@ NAMES: Mapping[str, Rule] = {
     "torch.distributed.get_rank": write("mesh.rank"),
     "torch.distributed.get_world_size": write("mesh.size"),
     "torch.distributed.get_backend": keep("of torch's groups"),
-    "torch.distributed.barrier": keep("outside of steps; saving and making arrays need none"),
+    "torch.distributed.barrier": write("hp.loop.barrier(mesh)", "saving and making arrays need none"),
     "torch.distributed.init_device_mesh": write("{target} = hp.make_mesh({mesh_args})", "axes have names"),
     "torch.distributed.DeviceMesh": write("hp.Mesh.from_device_mesh(device_mesh)", "or hp.make_mesh"),
     "torch.distributed.all_reduce": write(
@@ -207,7 +205,9 @@ NAMES: Mapping[str, Rule] = {
         "hp.from_module(model, remat=True)", "each unit is recomputed in backward"
     ),
     "torch.distributed.pipelining.*": missing("hpfunc has no pipeline parallelism"),
-    "torch.distributed.algorithms.join.Join": missing("ranks with fewer batches: see the page on training scripts"),
+    "torch.distributed.algorithms.join.Join": write(
+        "hp.loop.even_batches(loader, mesh, fill=...)", "all ranks get the same number of batches"
+    ),
     # the rest of a script
     "torch.optim.*": write(
         "{target} = {bound_call}",
@@ -223,11 +223,9 @@ NAMES: Mapping[str, Rule] = {
     "torch.autocast": write("numerics = hp.Numerics(param_dtype=..., cast_inputs=True)", "casts weights once"),
     "torch.amp.autocast": write("numerics = hp.Numerics(param_dtype=..., cast_inputs=True)", "casts weights once"),
     "torch.utils.data.distributed.DistributedSampler": write(
-        "DistributedSampler(dataset, mesh.size, mesh.rank)", "where all axes of the mesh are data axes"
+        "DistributedSampler(dataset, mesh.num_data_ranks, mesh.data_rank)"
     ),
-    "torch.utils.data.DistributedSampler": write(
-        "DistributedSampler(dataset, mesh.size, mesh.rank)", "where all axes of the mesh are data axes"
-    ),
+    "torch.utils.data.DistributedSampler": write("DistributedSampler(dataset, mesh.num_data_ranks, mesh.data_rank)"),
 }
 
 # Methods that only a module of FSDP has, whatever its name.
