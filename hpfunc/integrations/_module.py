@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 
-from .._errors import UsageError, message
+from .. import checkpoint
+from .._errors import CheckpointError, UsageError, message
 from .._running.make_mesh import make_mesh
 from .._transforms.grad import value_and_grad
 from .._transforms.shard import shard
@@ -52,6 +54,13 @@ class ShardedModule(torch.nn.Module):
             module.get_submodule(parent).register_parameter(name, parts[known])
         self.module = module
         self._evaluate = self.planned(self._computed)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the host's model, if there is none here: its configuration, or a part."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
         return (self._function.train() if self.training else self._function.eval())(self._tracked, *args, **kwargs)
@@ -150,6 +159,30 @@ class ShardedModule(torch.nn.Module):
         return optimizer
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
+    def save(self, folder: str, optimizer: Any, step: int | None = None) -> None:
+        """Saves weights and optimizer as a checkpoint of hpfunc, in the place of one that an earlier run has left."""
+        if self.mesh.rank == self.mesh.ranks[0]:
+            shutil.rmtree(folder, ignore_errors=True)
+        checkpoint.save(folder, self.bound.state(optimizer), step=step)
+
+    def load(self, function: str, folder: str, optimizer: Any) -> None:
+        """Loads what `save` has saved."""
+        if checkpoint.latest(folder) is None:
+            rule, hint = (
+                f"there is no state of hpfunc in {folder}",
+                "load the host's whole weights, and begin anew",
+            )
+            raise CheckpointError(message(function, rule, hint=hint))
+        like = self.bound.state_like(optimizer)
+        try:
+            state = checkpoint.load(folder, like, allow={"cast"})
+        except CheckpointError as error:
+            try:  # it was saved before the optimizer's first step
+                state = checkpoint.load(folder, like | {"slots": {}}, allow={"cast"})
+            except CheckpointError:
+                raise error from None
+        self.bound.load_state(optimizer, state)
+
     def whole_state_dict(self, keep: bool) -> dict[str, Tensor] | None:
         """Returns the state dict of the host's model with whole weights on the CPU, on ranks that `keep` it."""
         wholes: dict[str, Tensor] = {}

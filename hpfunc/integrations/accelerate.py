@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .. import checkpoint
-from .._errors import CheckpointError, UsageError, message
+from .._errors import UsageError, message
 from ._module import ShardedModule
 from ._sharding import Sharding, host, refuse
 from ._waiting import Waiting
@@ -163,11 +161,8 @@ class Accelerator(Host):
             where = super().save_state(output_dir, safe_serialization, **kwargs)
         finally:
             self._models, self._optimizers = models, optimizers
-        folder = os.path.join(str(where), _FOLDER)
-        if self.is_main_process:  # what an earlier run has left there is overwritten, as the host does
-            shutil.rmtree(folder, ignore_errors=True)
         cut, optimizer = self._trained()
-        checkpoint.save(folder, cut.bound.state(optimizer))
+        cut.save(os.path.join(str(where), _FOLDER), optimizer)
         return where
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -181,18 +176,14 @@ class Accelerator(Host):
             self._models, self._optimizers = models, optimizers
             handle.remove()
         cut, optimizer = self._trained()
-        folder = os.path.join(str(found[-1]), _FOLDER)
-        if checkpoint.latest(folder) is None:
-            raise CheckpointError(message(_NAME, f"{found[-1]} has no state that hpfunc has saved"))
-        like = cut.bound.state_like(optimizer)
-        cut.bound.load_state(optimizer, checkpoint.load(folder, like=like, allow={"cast"}))
+        cut.load(_NAME, os.path.join(str(found[-1]), _FOLDER), optimizer)
 
     def _trained(self) -> tuple[Prepared, Any]:
         counts = f"{len(self._models)} models and {len(self._optimizers)} optimizers are prepared"
-        refuse(_NAME, [
-            (len(self._models) != 1 or len(self._optimizers) != 1, counts, "one model and one optimizer have a state"),
-        ])  # fmt: skip
-        return self._models[0], self._optimizers[0].optimizer
+        is_one = len(self._models) == 1 and len(self._optimizers) <= 1
+        refuse(_NAME, [(not is_one, counts, "one model and one optimizer have a state")])
+        cut = self._models[0]
+        return cut, self._optimizers[0].optimizer if self._optimizers else torch.optim.SGD(cut.bound.parameters)
 
 
 def _refused(accelerator: Any) -> list[tuple[bool, str, str]]:

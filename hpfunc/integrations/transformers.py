@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .. import checkpoint
-from .._errors import CheckpointError, message
 from ._module import ShardedModule
 from ._sharding import Sharding, host, refuse
 
@@ -110,11 +108,7 @@ class Sharded(Host if TYPE_CHECKING else object):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = self._sharded().bound.state(self._torch_optimizer)
-        folder = os.path.join(output_dir, _FOLDER)
-        if self.args.should_save:  # what an earlier run has left there is overwritten, as the host does
-            shutil.rmtree(folder, ignore_errors=True)
-        checkpoint.save(folder, state, step=self.state.global_step)
+        self._sharded().save(os.path.join(output_dir, _FOLDER), self._torch_optimizer, self.state.global_step)
         if self.args.should_save:
             torch.save(cast(Any, self.lr_scheduler).state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -126,25 +120,16 @@ class Sharded(Host if TYPE_CHECKING else object):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        bound = self._sharded().bound
-        bound.load_state(self._torch_optimizer, _load(checkpoint, bound.state_like(self._torch_optimizer)))
+        self._sharded().load(_NAME, os.path.join(checkpoint, _FOLDER), self._torch_optimizer)
         saved = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         cast(Any, self.lr_scheduler).load_state_dict(saved)
 
     def _load_best_model(self) -> None:
-        bound, folder = self._sharded().bound, str(self.state.best_model_checkpoint)
+        bound = self._sharded().bound
         state = bound.state(self._torch_optimizer)
-        loaded = _load(folder, {"params": state["params"]}, allow={"unexpected"})
-        bound.load_state(self._torch_optimizer, state | loaded)
-
-
-def _load(folder: str, like: Any, allow: Any = ()) -> Any:
-    path = os.path.join(folder, _FOLDER)
-    if checkpoint.latest(path) is None:
-        rule = f"{folder} has no state that hpfunc has saved"
-        hint = "load its model with from_pretrained and start anew; save_only_model=True leaves the state out"
-        raise CheckpointError(message(_NAME, rule, hint=hint))
-    return checkpoint.load(path, like=like, allow={"cast", *allow})
+        folder = os.path.join(str(self.state.best_model_checkpoint), _FOLDER)
+        best = checkpoint.load(folder, like={"params": state["params"]}, allow={"unexpected"})
+        bound.load_state(self._torch_optimizer, state | best)
 
 
 def _refused(trainer: Any) -> list[tuple[bool, str, str]]:

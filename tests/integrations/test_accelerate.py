@@ -94,6 +94,35 @@ def test_it_trains_as_one_process_and_resumes_on_other_ranks(pool: Any, tmp_path
     assert_same(again, rest[len(rest) // 2 :], tmp_path / "again", tmp_path / "plain")
 
 
+def before_the_first_step(rank: int, path: str) -> Any:
+    """Saves a run that has not begun, without and with an optimizer; loads it after a step."""
+    with launched(rank, 2):
+        from hpfunc.integrations.accelerate import Accelerator
+
+        found = []
+        for with_optimizer in (False, True):
+            accelerator = made(Accelerator)
+            model = accelerator.prepare(Net())
+            start, folder = model.head.bias.detach().clone(), f"{path}/{with_optimizer}"
+            optimizer = torch.optim.Adam(model.parameters())
+            if with_optimizer:
+                optimizer = accelerator.prepare(optimizer)
+            accelerator.save_state(folder)
+            accelerator.backward(model(torch.ones(2, 8, dtype=torch.float64))["logits"].sum())
+            optimizer.step()
+            moved = not torch.equal(model.head.bias, start)
+            accelerator.load_state(folder)
+            is_fresh = not with_optimizer or not any(optimizer.state.values())
+            found.append((bool(moved), torch.equal(model.head.bias, start), is_fresh))
+        return found
+
+
+def test_a_run_is_saved_before_its_first_step(pool: Any, tmp_path: Path) -> None:
+    first, second = pool(2).run(before_the_first_step, str(tmp_path), deadline_s=SLOW_S)
+    assert first == [(True, True, True)] * 2  # the bias has one element, which lies on the first rank
+    assert second == [(False, True, True)] * 2
+
+
 def refused(rank: int) -> dict[str, str]:
     with launched(rank, 2):
         from accelerate import DataLoaderConfiguration, DistributedDataParallelKwargs
