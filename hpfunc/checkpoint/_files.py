@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from .._errors import CheckpointError, message
 from .._running.agreement import agreeing
 from .._values.mesh import Mesh
 from .._values.tree import unflatten
-from ._format import ITEM_BYTES, header, read_header, sync_folder
+from ._convert import Found, Group, MakingReader, check_names, stored_arrays, write
 from ._index import Array, folder, latest, read_index
-from ._leaves import leaves_of, mesh_of
+from ._leaves import Leaf, leaves_of, mesh_of
 from ._load import Allowed, check_allowed, fit, read
-from ._read import Part, Reader
+from ._read import Reader
 from ._together import as_path, disk
 
 _EXPORT, _IMPORT = "hpfunc.checkpoint.export_safetensors", "hpfunc.checkpoint.import_safetensors"
@@ -23,25 +22,39 @@ Rename = Callable[[str], str | None]
 
 
 def export_safetensors(
-    path: str | Path, file: str | Path, *, rename: Rename | None = None, step: int | None = None
+    path: str | Path,
+    file: str | Path,
+    *,
+    module: Any = None,
+    rename: Rename | None = None,
+    step: int | None = None,
 ) -> Path:
     """Writes the arrays of a checkpoint, whole, into one safetensors file.
 
-    One process does this from the files only, without the ranks or the model, with one array in memory at a
-    time. Numbers, strings and `PerRank` leaves are left out.
+    One process does this from the files only, without the ranks or the weights of the model, with one array in memory
+    at a time, or those that a library converts together. Numbers, strings and `PerRank` leaves are left out.
 
     Args:
         path: the folder that `save` was given.
-        file: the file to write; an old one is replaced once the new one is complete.
-        rename: from a dotted path to the name in the file, None to leave the array out. Default: the path itself.
+        file: the file to write; an old one is replaced once the new one is complete. With `module` also a folder: then
+            its configuration is written, too, and ``from_pretrained`` reads the folder.
+        module: the torch module, or one like it on the meta device. The file is then that of its library. Of a model
+            of transformers it has the names and layouts of the hub, one of the names of a tied weight, and the buffers
+            that belong into files. Of a model of peft it is a folder with the adapter alone. Of other modules it has
+            the ``state_dict``.
+        rename: from a dotted path to the name in the file, None to leave the array out. Default: the path itself. With
+            `module`: to the name in the module; default: the path itself, or what follows its first part, as in
+            ``params.lm_head.weight``.
         step: number of the checkpoint; default: the latest complete one.
 
     Returns:
-        The path of the file.
+        The path of the file, or of the folder.
 
     Raises:
-        CheckpointError: there is no such checkpoint, two arrays would have one name, or a file cannot be read or
-            written.
+        CheckpointError: there is no such checkpoint, two arrays would have one name, the checkpoint has not all that
+            the module saves, or a file cannot be read or written.
+        LeafError: `module` is not a torch module.
+        VersionError: transformers is too old.
 
     Communication: none. In a program of several ranks let one of them call it.
 
@@ -63,36 +76,24 @@ def export_safetensors(
             raise CheckpointError(message(_EXPORT, f"no complete checkpoint in {path}"))
         index = read_index(_EXPORT, where, number)
         arrays = {key: entry for key, entry in index.leaves.items() if isinstance(entry, Array)}
-        names = {key: key if rename is None else rename(key) for key in arrays}
-        kept = [(key, name) for key, name in names.items() if name is not None]
-        kept.sort(key=lambda pair: -ITEM_BYTES[arrays[pair[0]].dtype])  # as in `write_file`
-        _check_names(kept)
-        partial = target.with_name(f"{target.name}.partial")
-        with Reader(_EXPORT, folder(where, number), dict(index.heads)) as reader, partial.open("wb") as out:
-            out.write(header((name, arrays[key].dtype, arrays[key].shape) for key, name in kept))
-            for key, _ in kept:
-                box = tuple(slice(0, n) for n in arrays[key].shape)
-                out.write(memoryview(reader.read(key, arrays[key].parts, box, arrays[key].dtype)))
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(target)
-        sync_folder(target.parent)
+        with Reader(_EXPORT, folder(where, number), dict(index.heads)) as reader:
+            if module is not None:
+                from ._modules import export
+
+                return export(_EXPORT, module, arrays, rename, reader, target)
+            names = {key: key if rename is None else rename(key) for key in arrays}
+            kept = [(key, name) for key, name in names.items() if name is not None]
+            check_names(_EXPORT, kept)
+            groups = [Group((key,), {name: (arrays[key].dtype, arrays[key].shape)}) for key, name in kept]
+            write(target, groups, arrays, reader, is_for_torch=False)
     return target
-
-
-def _check_names(kept: list[tuple[str, str]]) -> None:
-    by_name: dict[str, list[str]] = {}
-    for key, name in kept:
-        by_name.setdefault(name, []).append(key)
-    bad = [f"{name}: of {', '.join(keys)}" for name, keys in by_name.items() if len(keys) > 1]
-    if bad:
-        raise CheckpointError(message(_EXPORT, "rename gives one name to several arrays", bad))
 
 
 def import_safetensors(
     path: str | Path,
     like: Any,
     *,
+    module: Any = None,
     rename: Rename | None = None,
     allow: Collection[Allowed] = (),
     mesh: Mesh | None = None,
@@ -102,7 +103,13 @@ def import_safetensors(
     Args:
         path: a safetensors file, or a folder: all such files in it are read together.
         like: a tree whose leaves give shape, dtype, spec and mesh. It is not changed.
-        rename: from a name in the files to a dotted path of `like`, None to leave it out. Default: the name itself.
+        module: the torch module that the files are of, or one like it on the meta device. The files are then read as
+            its library does. Files of a model of transformers have the names and layouts of the hub; those of a model
+            of peft are its adapter alone, and all else keeps the value of `like`. Buffers are read, too: give
+            ``like={"params": params, "buffers": apply.buffers}``; those that are in no file keep their values.
+        rename: from a name in the files, or with `module` in the module, to a dotted path of `like`; None to leave it
+            out. Default: the name itself; with `module` a leaf may also have its name behind a first part:
+            ``params.lm_head.weight``.
         allow: differences that are not errors, as for `load`.
         mesh: whose ranks read; default: the mesh of the arrays, else the one in use.
 
@@ -111,9 +118,12 @@ def import_safetensors(
 
     Raises:
         CheckpointError: a file is truncated or cannot be read; names do not fit (the error lists all).
-        LeafError, MeshError, UsageError, AgreementError: as `load`.
+        LeafError, MeshError, UsageError, AgreementError: as `load`; LeafError also if `module` is not a torch module.
+        VersionError: transformers is too old.
 
-    Communication: two digests. Each rank reads the blocks of a MiB that hold its own parts.
+    Communication: two digests. Each rank reads the blocks of a MiB that hold its own parts. Arrays that a library makes
+        of others, and adapters, each rank reads whole: those that are made together (the experts of a layer) are in
+        host memory at one time.
 
     >>> import tempfile, torch
     >>> mesh = hpfunc.make_mesh((1,), ("shard",))
@@ -122,28 +132,37 @@ def import_safetensors(
     tensor([0., 0., 0., 0.])
     """
     mesh = mesh_of(_IMPORT, like, mesh)
-    where, facts, plan = as_path(path), "", None
+    where, facts, plan, found = as_path(path), "", None, Found({})
     with agreeing(mesh, _IMPORT, lambda: facts):
         check_allowed(_IMPORT, allow)
         leaves, treedef = leaves_of(_IMPORT, "like", like)
         with disk(_IMPORT, f"read {where}", mesh):
-            found = _arrays(where, rename)
-        plan = fit(_IMPORT, str(path), leaves, found, mesh, allow)
+            found = _find(where, leaves, module, rename)
+        plan = fit(_IMPORT, str(path), leaves, found.arrays, mesh, allow, found.optional, _hint(module is not None))
         facts = plan.facts()
-    return unflatten(treedef, read(_IMPORT, where if where.is_dir() else where.parent, plan, mesh))
+    reader = MakingReader(_IMPORT, where if where.is_dir() else where.parent, found.make)
+    return unflatten(treedef, read(_IMPORT, plan, mesh, reader))
 
 
-def _arrays(path: Path, rename: Rename | None) -> dict[str, Array]:
+def _find(path: Path, leaves: Sequence[Leaf], module: Any, rename: Rename | None) -> Found:
+    if module is not None:
+        from ._modules import find
+
+        return find(_IMPORT, module, path, leaves, rename)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    found: dict[str, Array] = {}
-    for file in files:
-        for name, stored in read_header(_IMPORT, file).items():
-            key = name if rename is None else rename(name)
-            if key in found:
-                hint = "parts of arrays, by torch.distributed.checkpoint, are read by its HuggingFaceStorageReader"
-                fault = f"{key}: again in {file}"
-                raise CheckpointError(message(_IMPORT, "a name stands twice in the files", [fault], hint=hint))
-            if key is not None:
-                place = tuple(0 for _ in stored.shape)
-                found[key] = Array(stored.shape, stored.dtype, (Part(place, stored),))
-    return found
+    return Found(stored_arrays(_IMPORT, files, rename))
+
+
+def _hint(has_module: bool) -> Callable[[Collection[str]], str | None]:
+    """Returns what says how files of other names are read; None if that is not it."""
+
+    def hint(refused: Collection[str]) -> str | None:
+        if {"missing", "unexpected"} <= set(refused) and not has_module:
+            text = "the names are not those of `like`: module=model reads the files of a model of transformers or peft"
+            return text + " as its library does, rename=... any others"
+        if "unexpected" in refused and "missing" not in refused:
+            text = "buffers are read if `like` has them: like={'params': params, 'buffers': apply.buffers}"
+            return text + f"; what is not to be read: allow={tuple(refused)!r}"
+        return None
+
+    return hint

@@ -97,13 +97,13 @@ def checksum(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def header(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
+def header(tensors: Iterable[tuple[str, str, Shape]], metadata: dict[str, str] | None = None) -> bytes:
     """Returns the first bytes of a file of tensors (name, dtype, shape), padded so that the data is aligned.
 
     >>> header([("w", "float32", (2,))])[8:]
     b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}  '
     """
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     start = 0
     for name, dtype, shape in tensors:
         stop = start + num_bytes(shape, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from .._values.array import is_sharded
 from .._values.mesh import Mesh
 from .._values.tree import unflatten
 from ._format import checksum
-from ._index import Array, Entry, Index, RankValues, Value, folder, latest, read_index
+from ._index import Array, Entry, RankValues, Value, folder, latest, read_index
 from ._leaves import Leaf, PerRank, leaves_of, mesh_of
 from ._read import Reader
 from ._together import as_path, disk
@@ -82,7 +82,8 @@ def load(
             index = read_index(_NAME, where, number)
         plan = fit(_NAME, f"step {number} of {path}", leaves, index.leaves, mesh, allow)
         facts = f"step {number} of {path}, index {checksum(index.to_json().encode())}\n" + plan.facts()
-    return unflatten(treedef, read(_NAME, folder(where, index.step), plan, mesh, index))
+    reader = Reader(_NAME, folder(where, index.step), dict(index.heads))
+    return unflatten(treedef, read(_NAME, plan, mesh, reader))
 
 
 def check_allowed(function: str, allow: Collection[str]) -> None:
@@ -108,9 +109,18 @@ class Plan:
 
 
 def fit(
-    function: str, source: str, leaves: list[Leaf], stored: Mapping[str, Entry], mesh: Mesh, allow: Collection[str]
+    function: str,
+    source: str,
+    leaves: list[Leaf],
+    stored: Mapping[str, Entry],
+    mesh: Mesh,
+    allow: Collection[str],
+    optional: Collection[str] = (),
+    hint_for: Callable[[Collection[str]], str | None] = lambda refused: None,
 ) -> Plan:
-    """Returns what to read.
+    """Returns what to read. Leaves with keys in `optional` may be missing.
+
+    `hint_for` may know a better hint than that of all for these kinds of differences.
 
     Raises:
         CheckpointError: names every leaf that is missing, unexpected or does not fit, unless that is allowed.
@@ -120,7 +130,7 @@ def fit(
     for leaf in leaves:
         entry = stored.get(leaf.key)
         kind, fault = ("missing", describe(leaf)) if entry is None else _misfit(leaf, entry, mesh)
-        if kind is not None:
+        if kind is not None and not (kind == "missing" and leaf.key in optional):
             faults[kind].append(f"{kind}: {leaf.key}: {fault}")
         entries.append(None if entry is None or kind == "misfit" else _of_this_rank(entry, mesh))
     known = {leaf.key for leaf in leaves}
@@ -128,7 +138,8 @@ def fit(
     refused = [name for name in ALLOWED if faults[name] and name not in allow]
     if refused:
         rule = f"{source} and the tree `like` do not fit"
-        hint = f"if that is meant: allow={tuple(refused)!r}; else give a tree like the one that was saved"
+        hint = hint_for(refused)
+        hint = hint or f"if that is meant: allow={tuple(refused)!r}; else give a tree like the one that was saved"
         raise CheckpointError(message(function, rule, [line for name in refused for line in faults[name]], hint=hint))
     return Plan(leaves, entries)
 
@@ -160,19 +171,14 @@ def _misfit(leaf: Leaf, entry: Entry, mesh: Mesh) -> tuple[str | None, str]:
     return (None, "") if type(entry.value) is type(leaf.plain) else ("cast", text)
 
 
-def read(function: str, path: Path, plan: Plan, mesh: Mesh, index: Index | None = None) -> list[Any]:
-    """Reads the leaves and returns them.
+def read(function: str, plan: Plan, mesh: Mesh, reader: Reader) -> list[Any]:
+    """Reads the leaves and returns them. The reader is closed.
 
     Raises:
         CheckpointError: this rank cannot read, or what it reads is damaged.
         AgreementError: another rank cannot.
     """
-    heads = dict(index.heads) if index is not None else {}
-    with (
-        agreeing(mesh, function, lambda: ""),
-        disk(function, f"read {path}", mesh),
-        Reader(function, path, heads) as reader,
-    ):
+    with agreeing(mesh, function, lambda: ""), disk(function, f"read {reader.folder}", mesh), reader:
         return [
             leaf.value if entry is None else _wrap(leaf, _one(leaf, entry, mesh, reader))
             for leaf, entry in zip(plan.leaves, plan.entries, strict=True)
