@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 N ?= 1000
 FUZZ_ARGS ?=
 CHECK_ARGS ?=
+ZOO_ARGS ?=
 
 # `make test TORCH=2.14.1`: in an environment of its own, with this torch in the place of that in requirements/dev.txt.
 TORCH ?=
@@ -44,6 +45,13 @@ $(MINDSPORE_READY): $(READY) requirements/mindspore.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-deps -r requirements/mindspore.txt
 	@touch $@
 
+# What only the zoo needs.
+ZOO_READY := $(VENV)/.zoo
+$(ZOO_READY): $(READY) requirements/zoo.txt
+	@echo "installing the packages of requirements/zoo.txt (once)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-deps -r requirements/zoo.txt
+	@touch $@
+
 .PHONY: setup
 setup: $(READY) ## create the virtual environment, or bring it up to date
 
@@ -66,6 +74,10 @@ fuzz: $(READY) ## compare N steps drawn at random with plain torch; N=20000 take
 .PHONY: device-check
 device-check: $(READY) ## what hpfunc does on this machine's GPU, in one table (8 minutes); without one on the simulated device; CHECK_ARGS="--rows i,iii"
 	$(BIN)/python -m tests.device.check $(CHECK_ARGS)
+
+.PHONY: zoo
+zoo: $(ZOO_READY) ## train hundreds of architectures of transformers, timm and diffusers, and write docs/zoo.md (20 minutes; goes on where it stopped); ZOO_ARGS="--only llama"
+	$(BIN)/python -m tests.zoo $(ZOO_ARGS)
 
 .PHONY: check
 check: lint types imports docs ## run every static check and the docs build
