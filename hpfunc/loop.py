@@ -92,7 +92,7 @@ def _next(iterator: Iterator[T], mesh: Mesh) -> T:
         raise
 
 
-def reduce_metrics(metrics: T, mesh: Mesh, op: Literal["mean", "sum", "max", "min"] = "mean") -> T:
+def reduce_metrics(metrics: Any, mesh: Mesh, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
     """Returns numbers reduced over the ranks that hold different data, as floats, the same on all of these.
 
     For losses and counts between steps; inside of a step use `pmean` and `psum`. A mean over tokens is the quotient of
@@ -123,17 +123,17 @@ def reduce_metrics(metrics: T, mesh: Mesh, op: Literal["mean", "sum", "max", "mi
         if op not in _OPS:
             raise PolicyError(message(_METRICS, f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}"))
         mesh.check_data_axes(_METRICS)
-        leaves, treedef = optree.tree_flatten(metrics)  # type: ignore[arg-type]
+        leaves, treedef = optree.tree_flatten(metrics)
         mine = [_number(leaf) for leaf in leaves]
         if bad := [f"metrics{n}: {leaf!r}" for n, leaf, x in zip(names, leaves, mine, strict=True) if x is None]:
             hint = "give numbers or tensors with one element, such as loss.mean()"
             raise LeafError(message(_METRICS, "a leaf is not a number", bad, hint=hint))
     if mesh.size == 1 or not mine:
-        return optree.tree_unflatten(treedef, mine)  # type: ignore[return-value]
+        return optree.tree_unflatten(treedef, mine)
     bits = struct.unpack(f"{len(mine)}q", struct.pack(f"{len(mine)}d", *mine))
     rows = dict(zip(mesh.ranks, control(mesh).exchange(_METRICS, bits), strict=True))
     of_ranks = [struct.unpack(f"{len(mine)}d", struct.pack(f"{len(mine)}q", *rows[r])) for r in _data_ranks(mesh)]
-    return optree.tree_unflatten(treedef, [_reduced(op, column) for column in zip(*of_ranks, strict=True)])  # type: ignore[return-value]
+    return optree.tree_unflatten(treedef, [_reduced(op, column) for column in zip(*of_ranks, strict=True)])
 
 
 def _number(leaf: Any) -> float | None:

@@ -32,8 +32,8 @@ HALF = hp.Numerics(param_dtype="bfloat16", reduce_dtype="float32", cast_inputs=T
 
 def write_base(folder: Path, dim: int, layers: int) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": dim, "intermediate_size": 4 * dim, "num_hidden_layers": layers, "vocab_size": 256}
-    heads = {"num_attention_heads": dim // 16, "num_key_value_heads": dim // 32}
+    sizes: Any = {"hidden_size": dim, "intermediate_size": 4 * dim, "num_hidden_layers": layers, "vocab_size": 256}
+    heads: Any = {"num_attention_heads": dim // 16, "num_key_value_heads": dim // 32}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
 
 

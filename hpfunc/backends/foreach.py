@@ -92,3 +92,7 @@ class Foreach(Protocol):
         1-d, on the device of the tensors in `beside`; float64 if one of those is, else float32.
         """
         ...
+
+    def root(self, x: Tensor, ord: float) -> Tensor:
+        """Returns ``x ** (1 / ord)``, computed in the dtype of x."""
+        ...

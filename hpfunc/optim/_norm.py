@@ -154,14 +154,14 @@ def _norm(
     labels = [None] * len(leaves.leaves) if groups is None else list(map(groups, paths, leaves.leaves))
     powers = _powers(leaves, ops, ord, labels)
     total = powers[0] if len(powers) == 1 else powers.max() if ord == math.inf else powers.sum()
-    norm = _root(total, ord)
+    norm = _root(ops, total, ord)
     if raises and not holds(function, (norm - norm) == 0):
         _refuse(function, leaves, ops, norm)
-    return norm, {label: _root(powers[i], ord) for i, label in enumerate(dict.fromkeys(labels))}
+    return norm, {label: _root(ops, powers[i], ord) for i, label in enumerate(dict.fromkeys(labels))}
 
 
-def _root(power: Tensor, ord: float) -> Tensor:
-    return power if ord == math.inf else power ** (1.0 / ord)
+def _root(ops: Foreach, power: Tensor, ord: float) -> Tensor:
+    return power if ord == math.inf else ops.root(power, ord)
 
 
 def _powers(leaves: Leaves, ops: Foreach, ord: float, labels: Sequence[Hashable]) -> Tensor:

@@ -204,6 +204,7 @@ NOT_HERE = {
     "steps.test_without_grad": "no_grad, its checkpoints and functions are torch's",
     "fuzz": "its steps are written in torch, and compared with plain torch",
     "helpers.test_ranks": "the pool itself",
+    "running.test_loop": "the control group is the same one over gloo, for both frameworks; its models are torch's",
     "running.test_replicas": "what is compared are bits in host memory, by the core; errors.test_steps runs here",
     "backends.test_groups": "the groups of a CPU are torch's, for both frameworks",
     "values.test_dataclasses": "classes are optree's nodes, for both frameworks",

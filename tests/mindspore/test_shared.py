@@ -22,6 +22,9 @@ from tests.helpers.ranks import Pool
 from tests.optim import test_norm
 from tests.optim.test_loss_scale import test_an_overflow_on_one_rank_is_skipped_by_all, test_float16_training
 from tests.optim.test_norm import (
+    test_a_norm_that_is_not_finite_is_refused_on_all_ranks,
+    test_log_and_clip_share_one_collective,
+    test_norms_are_those_of_torch,
     test_one_number_is_sent_for_each_set_of_axes,
     test_plain_tensors_may_differ_between_ranks,
     test_what_is_not_finite_on_one_rank_reaches_all,

@@ -109,6 +109,9 @@ class DeviceForeach:
         wide = mindspore.float64 if any(x.dtype == mindspore.float64 for x in beside) else mindspore.float32
         return mint.stack([_power([_to(x, wide) for x in part if x.size], ord, wide) for part in parts])
 
+    def root(self, x: Tensor, ord: float) -> Tensor:
+        return mint.sqrt(x) if ord == 2 else mint.pow(x, mint.full_like(x, 1.0 / ord))  # a plain exponent is float32
+
 
 def _power(xs: Tensors, ord: float, dtype: Any) -> Tensor:
     if not xs:

@@ -109,6 +109,10 @@ class TorchForeach:
         wide = torch.float64 if any(x.dtype == torch.float64 for x in beside) else torch.float32
         return torch.stack([_power([x for x in part if x.numel()], ord, wide, beside[0].device) for part in parts])
 
+    @torch.no_grad()
+    def root(self, x: torch.Tensor, ord: float) -> torch.Tensor:
+        return x.pow(1.0 / ord)
+
 
 def _power(xs: Tensors, ord: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if not xs:
