@@ -53,8 +53,9 @@ def unit(
         fn: must not return its weights or write into them.
         name: for schedules and messages; default: the name of the function.
         remat: keep only the tensors among ``args`` from forward to backward, and run `fn` again in backward, with the
-            same random numbers. This run uses the weights that are gathered for backward anyway. No bit of the result
-            changes.
+            same random numbers. Other objects among ``args`` are given their contents of the call for it: a cache that
+            `fn` fills is filled once. This run uses the weights that are gathered for backward anyway. No bit of the
+            result changes.
         axes: gather the weights over these data axes only; default: all data axes. A weight that another data axis cuts
             stays cut by it inside of the unit, and its gradient is not reduced over that axis: `fn` must move the data
             of these ranks to it (`all_to_all`). The mean still divides by the ranks along all data axes. This is expert

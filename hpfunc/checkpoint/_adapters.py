@@ -20,7 +20,7 @@ import torch
 from .._errors import CheckpointError, message
 
 Tensor = torch.Tensor
-WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CARD = "adapter_model.safetensors", "README.md"
 
 
 def _copied(module: Any, value_of: Callable[[str], Tensor | None]) -> Any:
@@ -54,6 +54,9 @@ def save(function: str, module: Any, value_of: Callable[[str], Tensor | None], f
         raise CheckpointError(message(function, "the checkpoint has not all of the adapter", missing, hint=hint))
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if (folder / CARD).exists():  # what somebody has written into it stays
+        shutil.copy(folder / CARD, partial)
     _copied(module, found.get).save_pretrained(str(partial), selected_adapters=[adapter])
     folder.mkdir(parents=True, exist_ok=True)
     # peft writes an adapter that is not called "default" into a folder of its name.

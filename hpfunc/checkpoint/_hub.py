@@ -105,7 +105,7 @@ def _empty(kind: Kind) -> Tensor:
 
 
 # --- conversions of transformers --------------------------------------------------------------------------------------
-def _rules() -> Any:
+def _rules(function: str) -> Any:
     """Returns the modules of transformers that know them."""
     import transformers
 
@@ -114,15 +114,15 @@ def _rules() -> Any:
     except ImportError as error:
         rule = f"transformers {transformers.__version__} does not tell how it converts weights"
         hint = "pip install 'transformers>=5.24'"
-        raise VersionError(message("hpfunc.checkpoint", rule, [str(error)], hint=hint)) from error
+        raise VersionError(message(function, rule, [str(error)], hint=hint)) from error
     return conversion_mapping, core_model_loading
 
 
-def from_files(module: Any, names: Names, stored: Mapping[str, Kind]) -> list[Group]:
+def from_files(function: str, module: Any, names: Names, stored: Mapping[str, Kind]) -> list[Group]:
     """Returns what the arrays of files become in a module. An array that it does not know keeps its name."""
     if not is_of_transformers(module):
         return [Group((name,), {name: kind}) for name, kind in stored.items()]
-    mapping, loading = _rules()
+    mapping, loading = _rules(function)
     renamings, converters = _split(loading, mapping.get_model_conversion_mapping(module))
     prefix, known = module.base_model_prefix, dict.fromkeys(names.stored, True)
 
@@ -132,14 +132,14 @@ def from_files(module: Any, names: Names, stored: Mapping[str, Kind]) -> list[Gr
             target, pattern = loading.rename_source_key(name, [], [], prefix, known)
         return (target, pattern) if target in known else (name, None)
 
-    return _grouped(module, loading, converters, stored, place, lambda name: name)
+    return _grouped(function, module, loading, converters, stored, place, lambda name: name)
 
 
-def to_files(module: Any, stored: Mapping[str, Kind]) -> list[Group]:
+def to_files(function: str, module: Any, stored: Mapping[str, Kind]) -> list[Group]:
     """Returns what the arrays of a module, by name, become in files."""
     if not is_of_transformers(module):
         return [Group((name,), {name: kind}) for name, kind in stored.items()]
-    mapping, loading = _rules()
+    mapping, loading = _rules(function)
     used = getattr(module, "_weight_conversions", None)  # those that `from_pretrained` has used
     if used is None:
         every = mapping.get_model_conversion_mapping(module, add_legacy=False)
@@ -150,7 +150,10 @@ def to_files(module: Any, stored: Mapping[str, Kind]) -> list[Group]:
         target, pattern = loading.apply_converters(name, converters)
         return (target, pattern) if pattern is not None else (loading.apply_renamings(name, renamings), None)
 
-    return _grouped(module, loading, converters, stored, place, lambda name: loading.apply_renamings(name, renamings))
+    def rename(name: str) -> str:
+        return loading.apply_renamings(name, renamings)
+
+    return _grouped(function, module, loading, converters, stored, place, rename)
 
 
 def _split(loading: Any, rules: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -161,6 +164,7 @@ def _split(loading: Any, rules: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _grouped(
+    function: str,
     module: Any,
     loading: Any,
     converters: list[Any],
@@ -185,7 +189,7 @@ def _grouped(
         except Exception as error:  # an operation of transformers may raise anything
             rule, hint = "transformers cannot convert these arrays", "the files are not whole, or are of another model"
             bad = [f"{name}: shape {stored[name][1]}" for name in sources]
-            text = message("hpfunc.checkpoint", f"{rule}: {type(error).__name__} {error}", bad, hint=hint)
+            text = message(function, f"{rule}: {type(error).__name__} {error}", bad, hint=hint)
             raise CheckpointError(text) from error
         groups.append(Group(sources, {name: kind_of(x) for name, x in made.items()}, convert))
     return groups

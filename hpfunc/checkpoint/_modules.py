@@ -70,7 +70,7 @@ def _write(
     kinds = {name: (arrays[paths[first]].dtype, arrays[paths[first]].shape) for name, first in saved.items()}
     groups = [
         Group(tuple(paths[saved[name]] for name in group.sources), group.targets, group.convert)
-        for group in _hub.to_files(module, kinds)
+        for group in _hub.to_files(function, module, kinds)
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     write(file, groups, arrays, reader, is_for_torch=True)
@@ -84,11 +84,11 @@ def find(function: str, module: Any, path: Path, leaves: Sequence[Leaf], rename:
     if rename is None:
         own = {leaf.key: name for leaf in leaves if (name := names.of_path(leaf.key)) is not None}
     else:
-        own = {key: name for name in names.kinds if (key := rename(name)) is not None}
+        own = {key: name for name in (*names.kinds, *names.unsaved) if (key := rename(name)) is not None}
     if _hub.is_adapted(module):
         return _find_adapter(function, module, path, names, own)
     arrays = stored_arrays(function, _hub.files_in(path) if path.is_dir() else [path])
-    groups = _hub.from_files(module, names, {name: (x.dtype, x.shape) for name, x in arrays.items()})
+    groups = _hub.from_files(function, module, names, {name: (x.dtype, x.shape) for name, x in arrays.items()})
     by_name: dict[str, list[tuple[Array, Make | None]]] = {}
     unexpected: dict[str, Array] = {}
     taken = set(own.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -293,6 +294,28 @@ def test_a_module_of_no_library_has_the_files_of_its_state_dict(mesh: hp.Mesh, t
     assert all(torch.equal(found["params"][name].local, want[name]) for name in params)
     assert torch.equal(found["buffers"]["1.running_mean"], want["1.running_mean"])
     assert torch.equal(found["buffers"]["index"], torch.tensor([5, 5, 5]))  # in no file
+    rows = {"net": {"bias": like["params"]["0.bias"], "index": like["buffers"]["index"]}}
+
+    def of_rows(name: str) -> str | None:
+        return {"0.bias": "net.bias", "index": "net.index"}.get(name)
+
+    some = hp.checkpoint.import_safetensors(file, rows, module=made(), rename=of_rows, allow={"unexpected"})
+    assert torch.equal(some["net"]["bias"].local, want["0.bias"])
+
+
+def test_what_cannot_be_converted_is_refused(mesh: hp.Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    model = build("llama", seed=1)
+    like = like_of(model, mesh)["params"]
+    model.save_pretrained(tmp_path)
+    model._hf_peft_config_loaded = True  # as after model.add_adapter(...)
+    with pytest.raises(hp.UsageError, match=r"the module has adapters of its own(.|\n)*peft\.get_peft_model"):
+        hp.checkpoint.import_safetensors(tmp_path, like, module=model)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    monkeypatch.delattr(transformers, "core_model_loading", raising=False)
+    with pytest.raises(hp.VersionError, match=r"does not tell how it converts weights(.|\n)*transformers>=5"):
+        hp.checkpoint.import_safetensors(tmp_path, like, module=build("llama"))
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -361,7 +384,8 @@ def test_adapters_alone_are_peft_s_own_files(pool: Callable[[int], Pool], tmp_pa
                 with pytest.raises(hp.CheckpointError, match="has not all of the adapter"):
                     hp.checkpoint.export_safetensors(folder / "ours", folder / "out", module=adapted(method, seed=2))
                 continue
-            hp.checkpoint.export_safetensors(folder / "ours", folder / "out", module=adapted(method, seed=2))
+            for _ in range(2):  # the second one in the place of the first
+                hp.checkpoint.export_safetensors(folder / "ours", folder / "out", module=adapted(method, seed=2))
             other = adapted(method, seed=2)
             base = other.get_base_model() if method == "prefix" else other.unload()
             again = peft.PeftModel.from_pretrained(base, folder / "out")
