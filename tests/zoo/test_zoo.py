@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import hpfunc as hp
 from tests.helpers.ranks import Pool
-from tests.zoo import page
+from tests.zoo import page, plain, runner
 from tests.zoo.registry import names
 from tests.zoo.sweep import read, sweep, write
 from tests.zoo.verdict import Found, Trained, difference, judged
@@ -90,19 +91,38 @@ def test_what_torch_rounds_itself_is_not_wrong() -> None:
     assert judged(trained(1.5001), trained(1.5), START, 1e-3)[0] == "works"
 
 
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    ranks = Pool(2)
+    yield ranks
+    ranks.stop()
+
+
+def examine_with_another_rate(rank: int, name: str) -> Found:
+    planned = runner._planned
+
+    def faulty(*args: Any) -> Any:
+        with mock.patch.object(plain, "RATE", 1.02 * plain.RATE):
+            return planned(*args)
+
+    with mock.patch.object(runner, "_planned", faulty):
+        return runner.examine(rank, name)
+
+
+@pytest.mark.processes
+def test_planned_steps_that_train_otherwise_are_found(own_pool: Pool) -> None:
+    (found,) = sweep(["causal:llama"], own_pool, examine=examine_with_another_rate)
+    assert found.verdict == "wrong"
+    assert 0.015 < found.facts["difference"][0] < 0.025
+    assert found.facts["rounding"] < 0.01
+
+
 def examine_badly(rank: int, name: str) -> Found:
     if name == "hangs" and rank == 1:
         time.sleep(60)
     if name == "dies" and rank == 1:
         raise SystemExit(3)
     return Found(name, "kind", "refused" if name == "refused" and rank == 1 else "works", name)
-
-
-@pytest.fixture
-def own_pool() -> Iterator[Pool]:
-    ranks = Pool(2)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.processes
