@@ -93,8 +93,7 @@ def train(steps: int, max_norm: float) -> tuple[list[float], dict[str, Tensor]]:
     data = loader(mesh.num_data_ranks, mesh.data_rank)
     for _, tokens in zip(tqdm(range(steps), disable=not mesh.is_main), data, strict=False):
         loss, grads = grad_fn(bound.params, tokens)
-        bound.set_grads(grads)
-        nn.utils.clip_grads_with_norm_(bound.parameters, max_norm, hp.global_norm(grads))
+        bound.set_grads(hp.clip_with_norm(grads, max_norm, hp.global_norm(grads)))
         optimizer.step()
         scheduler.step()
         losses.append(hp.loop.reduce_metrics(loss, mesh))
