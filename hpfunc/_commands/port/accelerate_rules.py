@@ -91,7 +91,12 @@ _FSDP_PLUGIN: Mapping[str, Rule | Mapping[str, Rule]] = {
 }
 
 NAMES: Mapping[str, Rule] = {
-    "accelerate.Accelerator": write('mesh = hp.make_mesh((-1,), ("shard",))', "", "", _ACCELERATOR),
+    "accelerate.Accelerator": write(
+        'mesh = hp.make_mesh((-1,), ("shard",))',
+        "or keep the script as it is, and import Accelerator from hpfunc.integrations.accelerate",
+        "",
+        _ACCELERATOR,
+    ),
     "accelerate.FullyShardedDataParallelPlugin": remove("see its options", "", _FSDP_PLUGIN),
     "accelerate.DeepSpeedPlugin": write("policy=hp.Policy.zero3()", "or zero2(), zero1(), for hp.sharded"),
     "accelerate.GradientAccumulationPlugin": write("hp.accumulate(grad_fn, num_microbatches)"),
