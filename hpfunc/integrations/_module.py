@@ -145,8 +145,14 @@ class ShardedModule(torch.nn.Module):
         """Returns an optimizer of the parameters of this module.
 
         Raises:
-            UsageError: its step on parts may not be the part of its step. See Note [Element-wise optimizers].
+            UsageError: it has others, or its step on parts may not be the part of its step.
         """
+        parts = {id(x) for x in self.bound.parameters}
+        if any(id(x) not in parts for group in optimizer.param_groups for x in group["params"]):
+            hint = "make it of the parameters that the model has after it was cut, where the host makes its optimizer"
+            raise UsageError(
+                message(function, "an optimizer has parameters that are not parts of the model", hint=hint)
+            )
         kind = type(optimizer)
         known = self._sharding.elementwise
         known = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE if known is None else known

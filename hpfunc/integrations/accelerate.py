@@ -113,10 +113,10 @@ class Accelerator(Host):
             (foreign, "an optimizer of other parameters", advice),
             (any(optimizer.state.values()) and bool(before), "an optimizer that has state already", advice),
         ])  # fmt: skip
-        cast(Prepared, cut).check(_NAME, optimizer)
         for group in optimizer.param_groups:
             pairs = [(x, before.get(id(x), ("", x))[0]) for x in group["params"]]
             group["params"] = [parts.get(path, x) for x, path in pairs if path in parts or id(x) in known]
+        cast(Prepared, cut).check(_NAME, optimizer)
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def backward(self, loss: Any, **kwargs: Any) -> None:

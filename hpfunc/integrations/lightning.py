@@ -154,7 +154,7 @@ class ShardedStrategy(Host):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Cuts whole states."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._cut.load_whole_optimizer_state(_plain(optimizer), state)
 
     def teardown(self) -> None:

@@ -158,6 +158,10 @@ def refused(rank: int, out: str) -> dict[str, str]:
         def adafactor(model: Any) -> None:
             model.configure_optimizers = lambda: torch.optim.Adafactor(model.parameters())
 
+        def early(model: Any) -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.configure_optimizers = lambda: optimizer
+
         def without_loss(model: Any) -> None:
             type(model).training_step = lambda self, batch, index: None
 
@@ -167,6 +171,7 @@ def refused(rank: int, out: str) -> dict[str, str]:
             "options": outcome(fitted, manual, **many),
             "arguments": outcome(ShardedStrategy, find_unused_parameters=True),
             "an_optimizer_that_is_not_element_wise": outcome(fitted, adafactor),
+            "an_optimizer_that_was_made_early": outcome(fitted, early),
             "a_step_without_a_loss": outcome(fitted, without_loss),
         }
 
