@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +38,14 @@ _HINTS = {
     "type": "array.dtype is its dtype",
 }
 
+# Functions of torch that write an array into the text of an error, and functions that call them.
+_SAYS_NOT_A_TENSOR = {("torch", "typename"), ("torch.nn.utils._named_member_accessor", "swap_tensor")}
+_CALL = "hpfunc.unit(lambda params, x: torch.func.functional_call(module, params, x))(params, x)"
+_HINTS_FOR_CALLERS = {
+    "add_param_group": "bound = hpfunc.optim.bind(params); torch.optim.AdamW(bound.parameters, lr=1e-3)",
+    **dict.fromkeys(("swap_submodule_tensor", "swap_tensor", "swap_tensors_dict"), f"{_UNIT}: {_CALL}"),
+}
+
 
 class Size(int):
     """A number of elements. To call it, as `size` of torch's tensors, is refused."""
@@ -63,6 +72,15 @@ class NotATensor:
         """Returns the array for an error text."""
         raise NotImplementedError
 
+    def _refuse_to_torch(self) -> None:
+        """Raises, if torch wants the text of an array: it has found that it is not a tensor, and is about to say so."""
+        frame = sys._getframe(2)
+        asked = (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        if asked in _SAYS_NOT_A_TENSOR and frame.f_back is not None:
+            caller = frame.f_back.f_code.co_name
+            hint = _HINTS_FOR_CALLERS.get(caller, "array.full() is a tensor of all values, array.local this rank's")
+            raise self._refusal("torch takes tensors here, and an array is not one", hint)
+
     def _tensor_type(self) -> type:
         """Returns the type of the local part."""
         raise NotImplementedError
@@ -70,6 +88,8 @@ class NotATensor:
     if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
 
         def __getattr__(self, name: str) -> Any:
+            if name == "__qualname__":
+                self._refuse_to_torch()
             of_tensors = None if name.startswith("_") else getattr(self._tensor_type(), name, None)
             if of_tensors is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -115,6 +135,7 @@ class NotATensor:
 
     def __format__(self, spec: str) -> str:
         if not spec:
+            self._refuse_to_torch()
             return str(self)
         raise self._refusal(f"an array is not a number that {spec!r} could format", "format a value of array.full()")
 

@@ -39,6 +39,11 @@ USES = {
         F.linear(x, array), F.linear(input=x, weight=array), F.cross_entropy(x, array), torch.einsum("ij,jk", x, array)
         x.add_(array), x.copy_(array), torch.equal(array, other)
     """,
+    "torch_itself": """
+        torch.optim.AdamW([array]), torch.optim.SGD([{"params": [array]}], lr=0.1), torch.optim.Adam([("w", array)])
+        torch.func.functional_call(module, {"weight": array}, x), module.register_parameter("w", array)
+        setattr(module, "weight", array)
+    """,
     "attributes": """
         array.T, array.mT, array.sum(), array.mean(0), array.reshape(3), array.requires_grad, array.requires_grad_()
         array.grad, array.backward(), array.to("cuda"), array.cuda(), array.cpu(), array.half(), array.float()
@@ -54,8 +59,9 @@ USES = {
 
 def names() -> dict[str, Any]:
     array, other = (hp.shard(torch.arange(9.0).view(3, 3), mesh_of_one(), hp.P("shard")) for _ in range(2))
+    module = torch.nn.Linear(3, 3, bias=False)
     modules = {"torch": torch, "np": np, "F": F, "operator": operator, "copy": copy, "optree": optree, "hpfunc": hp}
-    return {"array": array, "other": other, "x": torch.ones(3, 3), **modules}
+    return {"array": array, "other": other, "x": torch.ones(3, 3), "module": module, **modules}
 
 
 def expressions(uses: str) -> list[str]:
