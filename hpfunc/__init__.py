@@ -4,6 +4,8 @@ A training step is a pure function over pytrees of sharded arrays. `sharded` rec
 checks the plan, and then runs by it. See `README.md`, and ``docs/`` for a tour.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import checkpoint as checkpoint
 from . import debug as debug
 from . import interop as interop
@@ -86,3 +88,10 @@ from .planning.program import Program as Program
 from .planning.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
+
+if not _TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+    def __getattr__(name: str) -> object:
+        from ._values.foreign_names import HPFUNC, missing
+
+        raise missing("hpfunc", name, HPFUNC, [known for known in globals() if not known.startswith("_")])

@@ -35,6 +35,10 @@ class ArrayAttributeError(UsageError, AttributeError):
     """An attribute of tensors is asked of a sharded array: a `UsageError`, and an AttributeError for `hasattr`."""
 
 
+class MissingNameError(UsageError, AttributeError):
+    """A name is asked of hpfunc that it does not have, such as one of another library: a `UsageError`, too."""
+
+
 class ArgumentError(UsageError, TypeError):
     """A public function is called with an argument that it does not take: a `UsageError`, and Python's TypeError."""
 

@@ -18,6 +18,7 @@ from .._running.eager import session_on
 from .._running.session import Session
 from .._running.use import Backwards
 from .._running.writes import refuse_written
+from .._values.argument_names import check_function, check_indices, check_kind
 from .._values.array import check_gatherable, check_one_mesh, describe, is_sharded
 from .._values.mesh import Mesh
 from .._values.not_a_tensor import named
@@ -184,6 +185,10 @@ class GradFunction:
         *,
         with_value: bool,
     ) -> None:
+        name = f"hpfunc.{'value_and_grad' if with_value else 'grad'}"
+        check_function(name, "fun", fun, f"the loss itself; what comes back is called: {name}(loss_fn)(params, batch)")
+        check_indices(name, "argnums", argnums)
+        check_kind(name, "numerics", numerics, Numerics, "hpfunc.Numerics(param_dtype='bfloat16', cast_inputs=True)")
         functools.update_wrapper(self, fun)
         self._fun, self._has_aux, self.numerics, self._with_value = fun, has_aux, numerics, with_value
         self._given = argnums

@@ -13,7 +13,7 @@ from .._running.agreement import agreeing, control, digest_of_text
 from .._running.channel import comm
 from .._running.random_numbers import numbers_of_one_process
 from .._running.writes import watch
-from .._values.argument_names import check_mesh
+from .._values.argument_names import check_function, check_mesh
 from .._values.array import ShardedArray, born, describe, is_sharded, layout_of
 from .._values.mesh import Mesh, PartitionSpec, did_you_mean
 from .._values.numerics import dtype_name
@@ -264,6 +264,7 @@ def init(init_fn: Callable[[], Any], mesh: Mesh, specs: Any) -> Any:
     """
     name = "hpfunc.init"
     check_mesh(name, mesh, "hpfunc.init(init_fn, mesh, specs)")
+    check_function(name, "init_fn", init_fn, "hpfunc.shard(tree, mesh, specs) cuts values that are there")
     digests: dict[int, int] = {}
     compares = False  # whether a comparison with the other ranks is in progress: all ranks see its failure
 

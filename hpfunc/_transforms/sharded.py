@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from .. import backends
 from .._errors import ArgumentError, SpecError, UsageError, message
@@ -15,8 +15,9 @@ from .._running.planned import Planned
 from .._running.replicas import compare_arguments
 from .._running.session import Session
 from .._running.writes import refuse_written
-from .._values.argument_names import check_mesh
+from .._values.argument_names import check_indices, check_kind, check_mesh
 from .._values.array import is_sharded
+from .._values.foreign_names import STEP, missing
 from .._values.mesh import Mesh, PartitionSpec
 from .._values.not_a_tensor import named, shortened
 from .._values.tree import flatten, unflatten
@@ -77,6 +78,11 @@ class ShardedStep(Generic[Params, Result]):
         self.last_schedule: Schedule | None = None
         self.last_counters: Counters | None = None
         self.followed_plan = False
+
+    if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing("hpfunc.ShardedStep", name, STEP, dir(type(self)))
 
     def __repr__(self) -> str:
         options = [f"donate_argnums={self._arguments.donate}"] if self._arguments.donate else []
@@ -269,6 +275,8 @@ def sharded(
     if mesh is None:
         raise SpecError(message(_NAME, "no mesh is given", hint="hpfunc.sharded(step_fn, mesh)"))
     _check_given(step_fn, mesh, in_specs)
+    check_kind(_NAME, "policy", policy, Policy, "hpfunc.Policy(prefetch=1), hpfunc.Policy.zero3()")
+    check_indices(_NAME, "donate_argnums", donate_argnums)
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
 
     def wrap(fn: Callable[..., Any]) -> ShardedStep:

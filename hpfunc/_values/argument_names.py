@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from .._errors import ArgumentError, message
 from .mesh import Mesh, PartitionSpec
-from .not_a_tensor import named
+from .not_a_tensor import named, shortened
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -62,3 +62,27 @@ def check_mesh(function: str, mesh: object, form: str) -> None:
     elif isinstance(mesh, PartitionSpec):
         hint = f"the mesh comes before the specs: {form}"
     raise ArgumentError(message(function, f"mesh must be a hpfunc.Mesh, got {named(mesh)}", hint=hint))
+
+
+def check_kind(function: str, name: str, value: object, kind: type, hint: str) -> None:
+    """Raises ArgumentError if an argument is neither None nor of its class."""
+    if value is not None and not isinstance(value, kind):
+        rule = f"{name} must be a hpfunc.{kind.__name__}, got {shortened(repr(value))}"
+        raise ArgumentError(message(function, rule, hint=hint))
+
+
+def check_indices(function: str, name: str, value: object) -> None:
+    """Raises ArgumentError if what selects positional arguments is not a number or a sequence of numbers."""
+    every = value if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in every):
+        rule = f"{name} must be the numbers of positional arguments, got {shortened(repr(value))}"
+        raise ArgumentError(
+            message(function, rule, hint=f"{name}=0 is the first argument, {name}=(0, 1) the first two")
+        )
+
+
+def check_function(function: str, name: str, value: object, hint: str) -> None:
+    """Raises ArgumentError if an argument cannot be called."""
+    if not callable(value):
+        rule = f"{name} must be a function, got {shortened(repr(value))}"
+        raise ArgumentError(message(function, rule, hint=hint))

@@ -8,9 +8,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .._errors import MeshError, SpecError, UsageError, message
+from .foreign_names import MESH, missing
 
 AxisNames = str | Sequence[str]
 REPLICATING = frozenset({"replicate", "replica", "dp_replicate", "dp_outer", "ddp"})
@@ -194,6 +195,16 @@ class Mesh:
     def coordinate(self) -> dict[str, int]:
         """This rank's place along each axis."""
         return self.coordinate_of(self.rank)
+
+    if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing("hpfunc.Mesh", name, MESH, dir(type(self)))
+
+    def __getitem__(self, axis: object) -> NoReturn:
+        """Raises: a part of a mesh is not a mesh, as it is of torch's."""
+        hint = f"collectives and specs name their axes: hpfunc.psum(x, {axis!r}, mesh=mesh), mesh.axis_size({axis!r})"
+        raise UsageError(message("hpfunc.Mesh", "a mesh is used as a whole", hint=hint))
 
     @property
     def is_main(self) -> bool:

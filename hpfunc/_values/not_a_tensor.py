@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .._errors import ArrayAttributeError, UsageError, message
+from .foreign_names import ARRAY, missing
 
 _UNIT = "inside a unit it is a tensor"
 _BINARY = {
@@ -91,6 +92,8 @@ class NotATensor:
             if name == "__qualname__":
                 self._refuse_to_torch()
             of_tensors = None if name.startswith("_") else getattr(self._tensor_type(), name, None)
+            if of_tensors is None and name in ARRAY:
+                raise missing("hpfunc.ShardedArray", name, ARRAY)
             if of_tensors is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             if name in _HINTS:

@@ -131,8 +131,8 @@ def import_safetensors(
     >>> hpfunc.checkpoint.import_safetensors(tempfile.mkdtemp(), params, allow={"missing"})["w"].local
     tensor([0., 0., 0., 0.])
     """
-    mesh = mesh_of(_IMPORT, like, mesh)
     where, facts, plan, found = as_path(path), "", None, Found({})
+    mesh = mesh_of(_IMPORT, like, mesh)
     with agreeing(mesh, _IMPORT, lambda: facts):
         check_allowed(_IMPORT, allow)
         leaves, treedef = leaves_of(_IMPORT, "like", like)

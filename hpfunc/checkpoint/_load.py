@@ -67,8 +67,8 @@ def load(
     >>> loaded["w"].local, loaded["w"].spec, loaded["step"]
     (tensor([1., 1., 1., 1.]), P(), 3)
     """
-    mesh = mesh_of(_NAME, like, mesh)
     where = as_path(path)
+    mesh = mesh_of(_NAME, like, mesh)
     plan: Plan | None = None
     facts = ""
     with agreeing(mesh, _NAME, lambda: facts):

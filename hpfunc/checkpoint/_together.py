@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .._errors import CheckpointError, message
+from .._errors import ArgumentError, CheckpointError, message
 from .._running.agreement import agreeing, control
 from .._values.mesh import Mesh
 
@@ -41,5 +42,13 @@ def by_first(mesh: Mesh, function: str, act: Callable[[], Sequence[int]], num_nu
 
 
 def as_path(path: str | Path) -> Path:
-    """Returns an absolute path, which stays valid when the process changes its folder."""
+    """Returns an absolute path, which stays valid when the process changes its folder.
+
+    Raises:
+        ArgumentError: it is not a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        hint = "the path comes first: hpfunc.checkpoint.save(path, tree), hpfunc.checkpoint.load(path, like=tree)"
+        rule = f"path must be a string or a Path, got {type(path).__name__}"
+        raise ArgumentError(message("hpfunc.checkpoint", rule, hint=hint))
     return Path(path).expanduser().absolute()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._errors import LeafError, UsageError, message
 from .._running.context import current_run, current_session
 from .._running.warn_once import warn_once
 from .._values.array import is_sharded
+from .._values.foreign_names import MODULE_FUNCTION, missing
 from ._choose import Choice
 
 Tensor = Any
@@ -77,6 +78,11 @@ class ModuleFunction:
     buffers: Mapping[str, Tensor]
     _modes: tuple[bool, ...]
     _entry: str
+
+    if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing("hpfunc.ModuleFunction", name, MODULE_FUNCTION, dir(type(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFunction:
         """Returns itself, as for any function."""

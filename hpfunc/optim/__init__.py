@@ -13,7 +13,7 @@ they are given.
 
 from typing import TYPE_CHECKING, Any
 
-from .._errors import message
+from .._errors import MissingNameError, message
 from ._adam import AdamState, adamw, scale_by_adam
 from ._bind import Bound, bind
 from ._finite import ApplyIfFiniteState, all_finite, apply_if_finite
@@ -73,7 +73,8 @@ _OURS = {
 if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
 
     def __getattr__(name: str) -> Any:
-        hint = _OURS.get(name)
-        if hint is None and not name.startswith("_"):
-            hint = "hpfunc.optim.from_torch(torch.optim.Adagrad, lr=1e-2) takes any element-wise class of torch.optim"
-        raise AttributeError(message("hpfunc.optim", f"no optimizer {name!r}", hint=hint), name=name)
+        if name.startswith("_"):
+            raise AttributeError(f"module 'hpfunc.optim' has no attribute {name!r}", name=name)
+        any_class = "hpfunc.optim.from_torch(torch.optim.Adagrad, lr=1e-2) takes any element-wise class of torch.optim"
+        rule, hint = f"no optimizer {name!r}", _OURS.get(name, any_class)
+        raise MissingNameError(message("hpfunc.optim", rule, hint=hint))

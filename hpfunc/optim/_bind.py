@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import backends
 from .._errors import LeafError, UsageError, message
 from .._running.writes import share
 from .._transforms.collectives import pmax
 from .._values.array import describe, is_sharded
+from .._values.foreign_names import BOUND, missing
 from .._values.tree import dotted_paths, flatten
 from ._bound_state import BoundState
 from ._leaves import Leaves, leaves_of, like, refuse_partial_sums
@@ -33,6 +34,11 @@ class Bound:
     params: Any
     parameters: tuple[Any, ...]
     names: tuple[str, ...]
+
+    if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing("hpfunc.optim.Bound", name, BOUND, dir(type(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
         hint = "hpfunc.optim.bind(copy.deepcopy(bound.params)) gives parameters to the copy"

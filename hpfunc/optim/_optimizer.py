@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._errors import LeafError, message
+from .._errors import ArgumentError, LeafError, message
 from .._running.context import current_session
 from .._values.array import is_sharded
+from .._values.foreign_names import OPTIMIZER, missing
+from .._values.not_a_tensor import shortened
 from .._values.tree import broadcast_prefix
 from ._leaves import Leaves, by_groups, leaves_of, like, needed, pick, writable
 from ._schedules import LearningRate, as_schedule, check_number
@@ -35,6 +37,17 @@ class Optimizer:
 
     init: Callable[[Params], State]
     update: Callable[..., tuple[Updates, State]]
+
+    if not TYPE_CHECKING:  # a type checker should find a wrong name by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing("hpfunc.optim.Optimizer", name, OPTIMIZER, dir(type(self)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: an optimizer is a pair of functions, and none itself."""
+        rule = "an optimizer is a pair of functions, init and update, and is not called itself"
+        hint = "updates, opt_state = optimizer.update(grads, opt_state, params)"
+        raise ArgumentError(message("hpfunc.optim.Optimizer", rule, hint=hint))
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -185,6 +198,7 @@ def decays_of(function: str, weight_decay: float, mask: Any, weights: Leaves) ->
 
     Raises:
         SpecError: the mask is not a tree prefix of the weights.
+        ArgumentError: it has a leaf that is not a bool.
     """
     if mask is None:
         return [float(weight_decay)] * len(weights.leaves)
@@ -198,6 +212,9 @@ def decays_of(function: str, weight_decay: float, mask: Any, weights: Leaves) ->
         is_prefix_leaf=lambda x: isinstance(x, bool),
         is_leaf=is_sharded,
     )
+    if bad := [shortened(repr(chosen)) for chosen, _ in found if type(chosen).__name__ not in ("bool", "bool_")]:
+        hint = "mask=lambda params: optree.tree_map(lambda w: w.ndim > 1, params) lets matrices decay alone"
+        raise ArgumentError(message(function, f"mask must be a tree of bools, got {bad[0]}", hint=hint))
     return [float(weight_decay) if chosen else 0.0 for chosen, _ in found]
 
 

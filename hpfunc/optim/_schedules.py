@@ -36,7 +36,7 @@ def as_schedule(function: str, learning_rate: LearningRate) -> Callable[[int], f
         PolicyError: it is a number below 0.
         ArgumentError: it is neither a number nor a function.
     """
-    if callable(learning_rate):
+    if callable(learning_rate) and not isinstance(learning_rate, type):
         return learning_rate
     if not isinstance(learning_rate, (int, float)):
         rule = f"learning_rate must be a number or a function of the step, got {shortened(repr(learning_rate))}"
