@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .._errors import CheckpointError, message
+from ..backends.torch import private
 
 Tensor = torch.Tensor
 WEIGHTS, CARD = "adapter_model.safetensors", "README.md"
@@ -111,13 +112,13 @@ def _loaded(module: Any, stored: Mapping[str, Tensor], values: Mapping[str, Tens
 
     one = _copied(module, values.get)
     tensors = dict([*one.named_parameters(), *one.named_buffers()])
-    before = {name: x._version for name, x in tensors.items()}
+    before = {name: private.version_of(x) for name, x in tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tensors without data
         result = set_peft_model_state_dict(one, dict(stored), module.active_adapter)
     if unknown := [name for name in result.unexpected_keys if name != "prompt_embeddings"]:
         raise KeyError(", ".join(unknown))
-    return {name: x for name, x in tensors.items() if x._version != before[name]}
+    return {name: x for name, x in tensors.items() if private.version_of(x) != before[name]}
 
 
 def wanted(module: Any) -> set[str]:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "hpfunc"
+# Private names in these are those of transformers, Lightning and accelerate: `integrations` compares the methods that
+# it overrides with the host when it is imported, and `_hub` does without attributes that are not there.
+OF_HOSTS = ("integrations/", "checkpoint/_hub.py")
 
 
 def private_names(package: str, of_tensors: Iterable[str] = (), root: Path = ROOT) -> dict[str, list[str]]:
@@ -24,7 +27,7 @@ def private_names(package: str, of_tensors: Iterable[str] = (), root: Path = ROO
     for path, tree in trees.items():
         aliases = imported(tree)
         packages = {full.partition(".")[0] for full in aliases.values()}
-        if package not in packages:
+        if package not in packages or path.relative_to(root).as_posix().startswith(OF_HOSTS):
             continue
         uses = [*_modules(tree, aliases, package)]
         if other not in packages:

@@ -35,7 +35,7 @@ dist.destroy_process_group()
 """
 
 TWO_WORLDS = """
-import sys, torch, torch.distributed as dist, hpfunc as hp
+import os, sys, torch, torch.distributed as dist, hpfunc as hp
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 for number in range(2):
@@ -47,6 +47,11 @@ for number in range(2):
     weights = hp.shard({"w": torch.arange(4.0)}, mesh, hp.P("shard"))
     print(hp.unshard(weights, ("shard",))["w"].tolist())
     dist.destroy_process_group()
+
+# With both worlds ended gloo has a thread that may outlive the process's end, and then aborts it: "terminate called
+# without an active exception", in 2 of some 200 runs on a loaded machine. So this program ends without destructors.
+sys.stdout.flush()
+os._exit(0)
 """
 
 

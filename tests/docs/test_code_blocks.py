@@ -36,8 +36,9 @@ def test_the_code_of_the_pages_runs(pool: Callable[[int], Pool], ranks: int, tmp
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_first_programs_run_on_any_number_of_ranks(pool: Callable[[int], Pool], ranks: int):
-    assert not any(pool(ranks).run(run, [pages.ROOT / "README.md", pages.ROOT / "docs/index.md"], deadline_s=TIMEOUT_S))
+def test_the_first_programs_run_on_any_number_of_ranks(pool: Callable[[int], Pool], ranks: int, tmp_path: Path):
+    first = [pages.ROOT / "README.md", pages.ROOT / "docs/index.md"]
+    assert not any(pool(ranks).run(run, first, tmp_path, deadline_s=TIMEOUT_S))
 
 
 @pytest.mark.parametrize(

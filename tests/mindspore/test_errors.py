@@ -27,10 +27,12 @@ from tests.errors.test_warnings import (
     test_a_step_that_is_made_in_the_loop_is_warned_of,
     test_bad_units_are_warned_of_once,
     test_good_units_are_not_warned_of,
+    test_results_that_are_used_are_not_warned_of,
     test_steps_that_are_compared_or_called_again_are_not,
     test_sums_evaluations_and_even_batches_are_not,
     test_the_part_of_a_weight_in_the_loss_is_warned_of,
     test_the_same_text_is_said_once_whatever_line_calls,
+    test_updated_weights_that_nobody_keeps_are_warned_of,
     test_whole_weights_and_sums_are_not,
 )
 from tests.helpers.frameworks import needs_mindspore

@@ -270,10 +270,17 @@ HELD = {  # where an id is taken: what holds the object for as long as the id is
     "backends/mindspore/ascend.py": "the table itself, which drops an entry with its object",
     "backends/torch/abstract.py": "the list of recorded calls, an argument of the function",
     "backends/torch/arguments.py": "the value of the entry",
+    "checkpoint/_adapters.py": "a memo of deepcopy for an argument of the function; the state dict, of the function",
+    "checkpoint/_hub.py": "the module, an argument of the function",
+    "integrations/_module.py": "the module, an argument of the function; the parameters of `Bound`",
+    "integrations/accelerate.py": "the module and the optimizers, which the accelerator holds",
+    "nn/_blocks.py": "the module, an argument of the function",
     "nn/_choose.py": "the module, an argument of the function",
+    "nn/_parts.py": "the module, an argument of the function",
     "nn/_slots.py": "the value of the entry",
     "nn/mindspore/skeleton.py": "the list of cells, which the skeleton holds",
     "nn/torch/module.py": "a memo of deepcopy, whose entries are the objects themselves",
+    "optim/_bound_state.py": "the parameters, and the groups of the optimizer, which the state holds",
     "nn/torch/skeleton.py": "a memo of deepcopy for an argument of the function; the skeleton, of its modules",
 }
 

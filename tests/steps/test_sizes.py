@@ -333,6 +333,7 @@ def bound(rank: int, smalls: tuple[Small, ...]) -> Any:
         kept.set_grads(grads)
         for parameter in kept.parameters:
             parameter.grad.mul_(1.0)  # as a scaler does
+        kept.note_gradients()
         optimizer.step()
     return hp.unshard(kept.params)
 
