@@ -183,6 +183,16 @@ def test_no_script_is_too_odd(pieces: list[str]) -> None:
     ast.parse(report.loop)
 
 
+def test_what_a_star_imports_is_said_not_to_be_seen() -> None:
+    (found,) = port("from torch.distributed.fsdp import *").missing
+    assert "its uses are not seen" in found.reason
+
+
+def test_imports_within_functions_are_found() -> None:
+    report = port("import torch\n\n\ndef f():\n    from torch.distributed.fsdp import fully_shard\n")
+    assert [(finding.line, finding.code) for finding in report.findings] == [(5, "import hpfunc as hp")]
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("from torch.distributed.fsdp import fully_shard\n\nfully_shard(model)\n")

@@ -15,7 +15,7 @@ class Rule:
     Attributes:
         verdict: see `Finding`.
         code: what to write, with the fields ``{arg}`` (the first argument), ``{value}`` (of an option), ``{target}``
-            (what is assigned), ``{owner}`` (of a method), ``{model}``, ``{optimizer}`` and ``{accelerator}``.
+            (what is assigned), ``{owner}`` (of a method), ``{model}`` and others of `translate`.
         reason: why, or what to know; with the same fields.
         parameters: the names of positional arguments, for options that are given by position.
         options: what becomes of each option, by its name; for some by its value, where ``*`` stands for all others.

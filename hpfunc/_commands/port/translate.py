@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import cast
 
 from . import accelerate_rules, torch_rules
 from .loop import training_loop
@@ -56,14 +57,19 @@ class _Translation:
 
     def _imports(self) -> Iterator[Finding]:
         """What is imported from these libraries goes; the first such statement imports hpfunc."""
-        code = "import hpfunc as hp"
-        for node in self._script.tree.body:
+        instead = "import hpfunc as hp"
+        for node in ast.walk(self._script.tree):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if any(is_known_library(module) or module.startswith("torch.nn.parallel") for module in modules):
-                construct = "import of " + ", ".join(modules)
-                yield Finding(node.lineno, 0, construct, "write" if code else "remove", code)
-                code = ""
+            if not any(is_known_library(module) or module.startswith("torch.nn.parallel") for module in modules):
+                continue
+            construct, line = "import of " + ", ".join(modules), cast(ast.stmt, node).lineno
+            if any(alias.name == "*" for alias in cast(ast.ImportFrom, node).names):
+                yield Finding(
+                    line, 0, f"{construct} by *", "unknown", reason="name what is imported: its uses are not seen"
+                )
+            yield Finding(line, 0, construct, "write" if instead else "remove", instead)
+            instead = ""
 
     def _call(self, node: ast.Call) -> Iterator[Finding]:
         name = self._script.name(node.func)
@@ -131,17 +137,16 @@ class _Translation:
 
     def _fields(self, node: ast.Call, rule: Rule) -> dict[str, str]:
         """What templates are filled with."""
-        text = code
-        values = {name: text(value) for name, value in zip(rule.parameters, node.args, strict=False)}
-        values |= {keyword.arg: text(keyword.value) for keyword in node.keywords if keyword.arg}
-        positional = [text(argument) for argument in node.args]
-        keywords = [f"{keyword.arg}={text(keyword.value)}" for keyword in node.keywords if keyword.arg]
+        values = {name: code(value) for name, value in zip(rule.parameters, node.args, strict=False)}
+        values |= {keyword.arg: code(keyword.value) for keyword in node.keywords if keyword.arg}
+        positional = [code(argument) for argument in node.args]
+        keywords = [f"{keyword.arg}={code(keyword.value)}" for keyword in node.keywords if keyword.arg]
         statement = self._statement(node)
-        target = text(statement.targets[0]) if isinstance(statement, ast.Assign) else "it"
-        owner = text(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        target = code(statement.targets[0]) if isinstance(statement, ast.Assign) else "it"
+        owner = code(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         name = self._script.name(node.func) or ""
         return {
-            "arg": next((text(argument) for argument in node.args), next(iter(values.values()), "...")),
+            "arg": next((code(argument) for argument in node.args), next(iter(values.values()), "...")),
             "args": ", ".join(positional + keywords),
             "numerics": numerics_arguments(node) if "MixedPrecision" in name else "...",
             "bound_call": with_bound_parameters(code(node)),
