@@ -10,7 +10,6 @@ of torch asks hpfunc then. But what is written into a tensor raises its version,
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..._errors import HpfuncWarning, UsageError, message
 from . import private
@@ -32,7 +31,7 @@ class _Noted:
     """What is known of the gradient of a part."""
 
     name: str
-    gradient: weakref.ref[Tensor]
+    gradient: TensorWeakRef
     version: int
     is_unscaled: bool
 
@@ -50,7 +49,7 @@ def note_gradients(parameters: Iterable[Tensor], names: Iterable[str], *, is_uns
     """
     for parameter, name in zip(parameters, names, strict=True):
         if (gradient := parameter.grad) is not None:
-            _noted[parameter] = _Noted(name, weakref.ref(gradient), private.version_of(gradient), is_unscaled)
+            _noted[parameter] = _Noted(name, TensorWeakRef(gradient), private.version_of(gradient), is_unscaled)
 
 
 def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
