@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .rule import Rule, keep, missing, remove, write
+from .rule import CLIP, Rule, keep, missing, remove, write
 
-_CLIP = "grads = hp.clip_with_norm(grads, {max_norm}, hp.global_norm(grads))"
 _DEFAULT = remove("that is the default")
 _NUMERICS = "goes to hp.value_and_grad(loss_fn, numerics=numerics)"
 _ACCUMULATE = write("grad_fn = hp.accumulate(hp.value_and_grad(loss_fn), {value})", "takes a whole batch, and cuts it")
@@ -160,7 +159,7 @@ METHODS: Mapping[str, Rule] = {
     ),
     "no_sync": write('hp.accumulate(grad_fn, num_microbatches, mode="local")', "takes a whole batch, and cuts it"),
     "clip_grad_norm_": write(
-        _CLIP,
+        CLIP,
         "before bound.set_grads(grads): the norm is over all ranks",
         "parameters max_norm norm_type",
     ),

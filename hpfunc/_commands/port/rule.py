@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from .report import Verdict
 
+CLIP = "grads = hp.clip_with_norm(grads, {max_norm}, hp.global_norm(grads))"
+
 
 @dataclass(frozen=True)
 class Rule:

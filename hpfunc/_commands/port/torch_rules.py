@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .rule import Rule, keep, missing, remove, write
+from .rule import CLIP, Rule, keep, missing, remove, write
 
 _FROM_MODULE = 'apply, params = hp.from_module({arg})\nbound = hp.optim.bind(hp.shard(params, mesh, hp.P("shard")))'
-_CLIP = "grads = hp.clip_with_norm(grads, {max_norm}, hp.global_norm(grads))"
 _DEFAULT = remove("that is the default")
 _MESH = write("mesh", "the mesh is given to hp.shard and hp.sharded")
 _NUMERICS = write("numerics", "goes to hp.value_and_grad(loss_fn, numerics=numerics)")
@@ -214,7 +213,7 @@ NAMES: Mapping[str, Rule] = {
         "it sees this rank's part of each weight; groups of parameters: bound.named_parameters has their paths",
     ),
     "torch.nn.utils.clip_grad_norm_": write(
-        _CLIP,
+        CLIP,
         "before bound.set_grads(grads): the norm is over all ranks",
     ),
     "torch.nn.utils.get_total_norm": write("hp.global_norm(grads)", "over all ranks"),
@@ -286,7 +285,7 @@ MODEL_METHODS: Mapping[str, Rule] = {
     "reset_parameters": write('apply, params = hp.init_module(build, mesh, hp.P("shard"))'),
     "init_weights": write('apply, params = hp.init_module(build, mesh, hp.P("shard"))'),
     "clip_grad_norm_": write(
-        _CLIP.replace("{max_norm}", "{arg}"),
+        CLIP.replace("{max_norm}", "{arg}"),
         "before bound.set_grads(grads): the norm is over all ranks",
     ),
     "generate": write('apply.method("generate")(bound.params, ...)', "all ranks call it together"),
