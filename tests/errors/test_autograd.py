@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
 from tests.helpers.refusals import cases_among, check_texts, mesh, params, texts_of
+from tests.helpers.reversible import Again
 
 Tensor = torch.Tensor
 
@@ -120,26 +121,9 @@ def a_checkpointed_unit_that_the_loss_differentiates(rank: int) -> Any:
     return _differentiating(loss, _differentiable())
 
 
-class _Again(torch.autograd.Function):
-    """Calls a function once more in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Any) -> Tensor:
-        ctx.fn = fn
-        ctx.save_for_backward(x)
-        return fn(x).detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            ctx.fn(x := x.detach().requires_grad_()).backward(gradients[0])
-        return x.grad, None
-
-
 def a_unit_within_a_reversible_layer(rank: int) -> Any:
     layer = hp.unit(_linear, name="layer")
-    return _differentiating(lambda p, x: _Again.apply(layer(p["layers"][0], x), partial(layer, p["layers"][1])).sum())
+    return _differentiating(lambda p, x: Again.apply(layer(p["layers"][0], x), partial(layer, p["layers"][1])).sum())
 
 
 def a_reentrant_checkpoint_inside_of_a_unit(rank: int) -> Any:

@@ -13,30 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import hpfunc as hp
 from tests.helpers.ranks import mesh_of, outcome
+from tests.helpers.reversible import Again
 from tests.nn.training import Pools
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.processes
 Tensor = torch.Tensor
 WIDTH = 4
-
-
-class Again(torch.autograd.Function):
-    """Keeps the input alone. Its backward computes the output once more and calls `backward` on it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.fn = fn
-        ctx.save_for_backward(x)
-        return fn(x).detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            ctx.fn(x).backward(gradients[0])
-        return x.grad, None
 
 
 class Block(nn.Module):
