@@ -110,10 +110,6 @@ NAMES: Mapping[str, Rule] = {
     "accelerate.TERecipeKwargs": missing("hpfunc sends and keeps weights in the dtypes of torch's own arithmetic"),
     "accelerate.AORecipeKwargs": missing("hpfunc sends and keeps weights in the dtypes of torch's own arithmetic"),
     "accelerate.ProjectConfiguration": write("hp.checkpoint.save(folder, state, keep=...)", "total_limit is keep="),
-    "accelerate.parallelism_config.ParallelismConfig": write(
-        'mesh = hp.make_mesh((2, -1), ("replicate", "shard"))',
-        "replicate and shard are dp_replicate_size and dp_shard_size",
-    ),
     "accelerate.ParallelismConfig": write(
         'mesh = hp.make_mesh((2, -1), ("replicate", "shard"))',
         "replicate and shard are dp_replicate_size and dp_shard_size",

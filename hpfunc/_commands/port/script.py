@@ -24,6 +24,7 @@ _SAME = (
     ("torch.nn.utils.clip_grad.", "torch.nn.utils."),
     ("torch.cuda.amp.", "torch.amp."),
     ("accelerate.accelerator.", "accelerate."),
+    ("accelerate.parallelism_config.", "accelerate."),
     ("accelerate.state.", "accelerate."),
     ("accelerate.utils.dataclasses.", "accelerate."),
     ("accelerate.utils.", "accelerate."),
