@@ -15,7 +15,7 @@ from .._running.planned import Planned
 from .._running.replicas import compare_arguments
 from .._running.session import Session
 from .._running.writes import refuse_written
-from .._values.argument_names import check_indices, check_kind, check_mesh
+from .._values.argument_names import check_function, check_indices, check_kind, check_mesh
 from .._values.array import is_sharded
 from .._values.foreign_names import STEP, missing
 from .._values.mesh import Mesh, PartitionSpec
@@ -189,9 +189,8 @@ def _abstract(leaf: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _check_given(step_fn: object, mesh: object, in_specs: object) -> None:
     check_mesh(_NAME, mesh, "hpfunc.sharded(step_fn, mesh)")
-    if step_fn is not None and not callable(step_fn):
-        rule = f"step_fn must be a function, got {shortened(repr(step_fn))}"
-        raise ArgumentError(message(_NAME, rule, hint="hpfunc.sharded(step_fn, mesh)"))
+    if step_fn is not None:
+        check_function(_NAME, "step_fn", step_fn, "hpfunc.sharded(step_fn, mesh)")
     if in_specs is not None and not isinstance(in_specs, (PartitionSpec, tuple, list)):
         rule = f"in_specs must be one P, or a tuple with an entry for each argument, got {shortened(repr(in_specs))}"
         hint = "hpfunc.sharded(step_fn, mesh, in_specs=(None, hpfunc.P('shard')))"
